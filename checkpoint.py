@@ -1,0 +1,302 @@
+"""A checkpoint folder on disk: its config.json, validated, and an index of its tensors.
+
+The untidy world ends here. Every way in which a folder can be wrong becomes a `UserError`, one sentence that says
+what is wrong, where, and what to do; what comes out is safe to build a model from.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+
+class UserError(Exception):
+    """A mistake of the user's, told in one sentence. `main()` prints it to stderr and exits with code 2."""
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "gemma2")
+ABSENT = object()  # the family does not know this key
+
+# What a config.json may say, and what stock transformers (5.24, configuration_*.py) assumes when it is silent.
+# A "?" marks a kind that may also be null. "size" is a whole number above 0, "number" a finite one above 0.
+CONFIG_KEYS = [
+    # key                      kind      llama    mistral  qwen2    gemma2
+    ("vocab_size",             "size",   32000,   32000,   151936,  256000),
+    ("hidden_size",            "size",   4096,    4096,    4096,    2304),
+    ("intermediate_size",      "size",   11008,   14336,   22016,   9216),
+    ("num_hidden_layers",      "size",   32,      32,      32,      26),
+    ("num_attention_heads",    "size",   32,      32,      32,      8),
+    ("num_key_value_heads",    "size?",  None,    8,       32,      4),
+    ("head_dim",               "size?",  None,    None,    None,    256),
+    ("max_position_embeddings", "size",  2048,    131072,  32768,   8192),
+    ("rms_norm_eps",           "number", 1e-6,    1e-6,    1e-6,    1e-6),
+    ("hidden_act",             "name",   "silu",  "silu",  "silu",  ABSENT),
+    ("hidden_activation",      "name",   ABSENT,  ABSENT,  ABSENT,  "gelu_pytorch_tanh"),
+    ("attention_bias",         "flag",   False,   ABSENT,  ABSENT,  False),
+    ("mlp_bias",               "flag",   False,   ABSENT,  ABSENT,  ABSENT),
+    ("tie_word_embeddings",    "flag",   False,   False,   False,   True),
+    ("sliding_window",         "size?",  ABSENT,  4096,    4096,    4096),
+    ("use_sliding_window",     "flag",   ABSENT,  ABSENT,  False,   ABSENT),
+    ("max_window_layers",      "count",  ABSENT,  ABSENT,  28,      ABSENT),
+    ("layer_types",            "list?",  ABSENT,  ABSENT,  None,    None),
+    ("query_pre_attn_scalar",  "number", ABSENT,  ABSENT,  ABSENT,  256),
+    ("attn_logit_softcapping", "number?", ABSENT, ABSENT,  ABSENT,  50.0),
+    ("final_logit_softcapping", "number?", ABSENT, ABSENT, ABSENT,  30.0),
+    ("bos_token_id",           "count?", 1,       1,       None,    2),
+    ("eos_token_id",           "ids?",   2,       2,       None,    1),
+]  # fmt: skip
+
+# Keys of models that look like ours and are not; null or false is as good as absent.
+FOREIGN_KEYS = {
+    "quantization_config": "the weights are quantised",
+    "compression_config": "the weights are quantised",
+    "num_experts": "it is a mixture of experts",
+    "num_local_experts": "it is a mixture of experts",
+    "text_config": "it is a multimodal model",
+    "vision_config": "it is a multimodal model",
+    "use_bidirectional_attention": "its attention is not causal",
+}
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+STORED_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    file: Path
+    dtype: str  # in safetensors' spelling: F32, F16, BF16
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    config: dict  # every key of CONFIG_KEYS that the family knows, "model_type", and "rope" with a "rope_theta"
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(math.prod(t.shape) * (4 if t.dtype == "F32" else 2) for t in self.tensors.values())
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Read config.json and the headers of the weight files; no weight is read yet. Raises UserError."""
+    path = check_folder(path)
+    return Checkpoint(path, read_config(path), read_index(path))
+
+
+def check_folder(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path} does not exist; --ckpt takes the folder that holds config.json and *.safetensors")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; --ckpt takes the folder that holds config.json and *.safetensors")
+    return path
+
+
+def read_json(file: Path) -> dict:
+    """A JSON object from a file, or a UserError that says why there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{file} is not valid JSON{what_it_is(file)}; download it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} does not hold a JSON object; download it again")
+    return content
+
+
+def what_it_is(file: Path) -> str:
+    """What often lies where a file should be, as a clause to put into a message, or an empty string."""
+    start = file.read_bytes()[:512] if file.stat().st_size < 1 << 20 else b""
+    if start.startswith(b"version https://git-lfs"):
+        return " (it is a git-lfs pointer, not the file itself: run `git lfs pull` in that folder)"
+    if start.lstrip().startswith((b"<", b'{"error')):
+        return " (it is a web page or an error message that was saved in the file's place)"
+    return " (it is empty)" if file.stat().st_size == 0 else ""
+
+
+# ---------------------------------------------------------------------------------------------------- config.json
+
+
+def read_config(path: Path) -> dict:
+    """config.json with the family's defaults filled in, and RoPE's facts under "rope" whatever their spelling."""
+    file = path / "config.json"
+    if not file.exists():
+        raise UserError(f"{path} has no config.json; --ckpt takes a Hugging Face checkpoint folder")
+    stored = read_json(file)
+    family = stored.get("model_type")
+    for key, why in FOREIGN_KEYS.items():
+        if stored.get(key):
+            raise UserError(f"{file} has {key!r}: {why}, which is not supported; use a plain dense checkpoint")
+    if family not in FAMILIES:
+        raise UserError(f"{file} has model_type {family!r}; supported are {', '.join(FAMILIES)}")
+    config = {"model_type": family}
+    for key, kind, *defaults in CONFIG_KEYS:
+        default = defaults[FAMILIES.index(family)]
+        if default is ABSENT:
+            continue
+        config[key] = stored.get(key, default)
+        if not is_of_kind(config[key], kind):
+            raise UserError(f"{file} has {key} = {config[key]!r}, expected {KIND_NAMES[kind.rstrip('?')]}")
+    if config["num_key_value_heads"] is None:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    if config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise UserError(
+            f"{file}: {config['num_attention_heads']} attention heads cannot share "
+            f"{config['num_key_value_heads']} key/value heads (num_key_value_heads must divide num_attention_heads)"
+        )
+    if config["head_dim"] is None:
+        if config["hidden_size"] % config["num_attention_heads"]:
+            raise UserError(f"{file} has no head_dim, and hidden_size is not a multiple of num_attention_heads")
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    if config["head_dim"] % 2:
+        raise UserError(f"{file} has head_dim = {config['head_dim']}, expected an even number (RoPE turns pairs)")
+    config["rope"] = read_rope(file, stored)
+    config["rope"].setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    return config
+
+
+KIND_NAMES = {
+    "size": "a whole number above 0",
+    "count": "a whole number of at least 0",
+    "number": "a finite number above 0",
+    "flag": "true or false",
+    "name": "a name",
+    "list": "a list",
+    "ids": "a token id or a list of them",
+}
+
+
+def is_of_kind(value: object, kind: str) -> bool:
+    if value is None:
+        return kind.endswith("?")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    match kind.rstrip("?"):
+        case "size":
+            return whole and value > 0
+        case "count":
+            return whole and value >= 0
+        case "number":
+            return (whole or isinstance(value, float)) and 0 < value < math.inf
+        case "flag":
+            return isinstance(value, bool)
+        case "name":
+            return isinstance(value, str)
+        case "list":
+            return isinstance(value, list)
+        case "ids":
+            return all(is_of_kind(i, "count") for i in (value if isinstance(value, list) else [value]))
+
+
+def read_rope(file: Path, stored: dict) -> dict:
+    """RoPE's facts from either spelling: transformers 5 nests all of them in `rope_parameters`, transformers 4 has
+    `rope_theta` at the top and `rope_scaling` beside it. Where both stand, transformers 5's wins, as in stock."""
+    parameters, scaling = stored.get("rope_parameters") or {}, stored.get("rope_scaling") or {}
+    for key, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(value, dict) or any(isinstance(v, dict) for v in value.values()):
+            raise UserError(f"{file} has a {key} that is not one flat object, which is not supported")
+    if parameters and scaling and parameters != scaling:
+        raise UserError(f"{file} has both rope_parameters and rope_scaling, and they differ; delete the wrong one")
+    rope = parameters or scaling
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KEYS:
+        raise UserError(f"{file} asks for RoPE scaling of type {kind!r}; supported are {', '.join(ROPE_KEYS)}")
+    partial = rope.get("partial_rotary_factor", stored.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise UserError(f"{file} has partial_rotary_factor = {partial!r}; only whole-head RoPE is supported")
+    facts = {"rope_type": kind, "rope_theta": rope.get("rope_theta", stored.get("rope_theta", 10000.0))}
+    for key in ROPE_KEYS[kind]:
+        if key in rope:
+            facts[key] = rope[key]
+        elif key != "original_max_position_embeddings":  # stock falls back on max_position_embeddings
+            raise UserError(f"{file} asks for RoPE scaling of type {kind!r} without {key!r}; download it again")
+    for key, value in facts.items():
+        if key != "rope_type" and not is_of_kind(value, "number"):
+            raise UserError(f"{file} has {key} = {value!r}, expected {KIND_NAMES['number']}")
+    if kind == "llama3" and facts["low_freq_factor"] >= facts["high_freq_factor"]:
+        raise UserError(f"{file}: RoPE's low_freq_factor must be smaller than its high_freq_factor")
+    return facts
+
+
+# -------------------------------------------------------------------------------------------------------- weights
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint: by the index, else the single file, else a complete set of
+    numbered shards. Never a blind `*.safetensors`: some folders also hold the same weights under other names."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{index} has no weight_map; download it again")
+        files = [path / name for name in sorted(set(weight_map.values()))]
+        if single.exists() and single not in files:
+            raise UserError(f"{path} holds both model.safetensors and an index of other files; delete the stale one")
+    elif single.exists():
+        files = [single]
+    else:
+        shards = sorted(path.glob("model-*-of-*.safetensors"))
+        total = shards[0].stem.rpartition("-of-")[2] if shards else ""
+        if not total.isdecimal():
+            raise UserError(f"{path} has no model.safetensors{found_instead(path)}")
+        files = [path / f"model-{i:0{len(total)}}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise UserError(f"{path} lacks {len(missing)} of {len(files)} weight files ({', '.join(missing[:3])}"
+                        f"{', ...' if len(missing) > 3 else ''}); download them again")  # fmt: skip
+    return files
+
+
+def found_instead(path: Path) -> str:
+    names = sorted(file.name for file in path.iterdir())
+    for pattern, why in (
+        (".incomplete", "its download is not finished; run it again"),
+        ("consolidated", "Meta's and Mistral's consolidated files have another layout; take the Hugging Face files"),
+        (".gguf", "GGUF files are not read; take the safetensors checkpoint"),
+        (".bin", "pickled weights are not read; convert them to safetensors"),
+        (".pth", "pickled weights are not read; convert them to safetensors"),
+    ):
+        found = [name for name in names if pattern in name]
+        if found:
+            return f" but has {found[0]}: {why}"
+    return "; --ckpt takes a folder with safetensors weights"
+
+
+def read_index(path: Path) -> dict[str, StoredTensor]:
+    """Where every tensor of the checkpoint lies, from the files' headers alone."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():
+                    entry = handle.get_slice(name)
+                    if name in tensors:
+                        raise UserError(f"{name} is in both {tensors[name].file.name} and {file.name} of {path}")
+                    if entry.get_dtype() not in STORED_DTYPES:
+                        raise UserError(
+                            f"{name} in {file} is stored as {entry.get_dtype()}: quantised or integer weights are not "
+                            f"supported; use a checkpoint in {', '.join(STORED_DTYPES)}"
+                        )
+                    tensors[name] = StoredTensor(file, entry.get_dtype(), tuple(entry.get_shape()))
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise UserError(
+                f"{file} ({file.stat().st_size:,} bytes) is not a complete safetensors file{what_it_is(file)}: "
+                f"{error}; download it again"
+            ) from None
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        listed = set(read_json(index)["weight_map"])
+        if listed != set(tensors):
+            name = sorted(listed ^ set(tensors))[0]
+            where = "not in the files" if name in listed else "not in the index"
+            raise UserError(f"{index} does not fit its files: {name} is {where}; download both again")
+    return tensors
