@@ -1,0 +1,329 @@
+"""Perplexity of a checkpoint on a text: tokens -> windows -> summed negative log-likelihood -> one division.
+
+    python eval_ppl.py --ckpt path/to/checkpoint --text file.txt
+
+How the number is made is printed before the number, because perplexities made in different ways do not compare.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from checkpoint import Checkpoint, UserError, open_checkpoint
+from cost import parameters
+from load_weights import load, model_config, stored_dtype
+from model import ModelConfig, Transformer
+from tokenizer import Tokenizer, load_tokenizer, read_text
+
+ROOT = Path(__file__).resolve().parent
+HEAD_ROWS = 128  # positions whose logits exist at one time: 128 x 128,256 float32 are 66 MB
+WINDOWS_AT_ONCE = 16  # windows whose hidden states exist at one time
+
+
+# ------------------------------------------------------------------------------------------------------ the number
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of tokens that the model reads at once, and from where on its tokens are scored."""
+
+    ids: Tensor  # (T,) int64
+    first_target: int  # at least 1: the first token has nothing before it to be predicted from
+
+    @property
+    def targets(self) -> Tensor:
+        return self.ids[self.first_target :]
+
+
+def make_windows(
+    ids: Sequence[int],
+    ctx: int,
+    count: int | None = None,
+    stride: int | None = None,
+    bos_id: int | None = None,
+    bos_rule: str = "none",
+) -> list[Window]:
+    """Cut a text's tokens into windows of `ctx` tokens, the last one shorter; return the first `count` of them.
+
+    Without `stride` the windows do not overlap, and the first token of each is context only. With a smaller
+    `stride`, windows start every `stride` tokens and score only what no earlier window has scored. BOS comes before
+    the text ("start"), before every window ("window", one of its ctx tokens) or nowhere ("none"); it is never scored.
+    A window in which nothing is left to score is dropped, so a text of one token gives no window.
+    """
+    start_bos = [bos_id] if bos_rule == "start" else []
+    window_bos = [bos_id] if bos_rule == "window" else []
+    ids = [*start_bos, *ids]
+    room = ctx - len(window_bos)
+    windows, scored = [], 0  # how many of the ids were targets, or came before the first
+    for start in range(0, len(ids), stride or room):
+        end = min(start + room, len(ids))
+        window = Window(
+            torch.tensor([*window_bos, *ids[start:end]], dtype=torch.int64),
+            first_target=max(1, len(window_bos) + scored - start),
+        )
+        if len(window.targets):
+            windows.append(window)
+        scored = end
+        if end == len(ids) or len(windows) == count:
+            break
+    return windows
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    nll: float  # nats, summed over all scored tokens in float64
+    tokens: int  # scored
+    windows: int
+
+    @property
+    def ppl(self) -> float:
+        mean = self.nll / self.tokens
+        return math.exp(mean) if mean < 700 else mean * math.inf  # too large for a float; nan stays nan
+
+
+def perplexity(model: Transformer, windows: Sequence[Window]) -> Perplexity:
+    """exp(summed NLL / tokens scored), over all windows."""
+    parts = []
+    for first in range(0, len(windows), WINDOWS_AT_ONCE):
+        some = windows[first : first + WINDOWS_AT_ONCE]
+        hiddens = advance(model, embed(model, some), range(len(model.blocks)))
+        parts.append(score(model, hiddens, some))
+    return Perplexity(sum(p.nll for p in parts), sum(p.tokens for p in parts), len(windows))
+
+
+@torch.inference_mode()
+def embed(model: Transformer, windows: Sequence[Window]) -> list[Tensor]:
+    """The residual stream at the bottom of the model: one (1, T, D) for every window."""
+    return [model.embed(window.ids[None]) for window in windows]
+
+
+@torch.inference_mode()
+def advance(
+    model: Transformer, hiddens: list[Tensor], layers: Iterable[int], device: torch.device | None = None
+) -> list[Tensor]:
+    """Carry every window's hidden states, (1, T, D) each, through `layers`, one block at a time for all windows.
+
+    A block that is not on `device` (where the model's head is, if not said) is copied there for its turn only.
+    """
+    device = device or model.device
+    for layer in layers:
+        block = model.blocks[layer]
+        weights = {name: weight.to(device) for name, weight in block.named_parameters()}
+        hiddens = [functional_call(block, weights, (h, model.rope(h))) for h in (h.to(device) for h in hiddens)]
+    return hiddens
+
+
+@torch.inference_mode()
+def score(model: Transformer, hiddens: Sequence[Tensor], windows: Sequence[Window]) -> Perplexity:
+    """The last block's output -> summed NLL of the targets. Logits exist for `HEAD_ROWS` positions at a time."""
+    losses = []
+    for h, window in zip(hiddens, windows):
+        predicting = h[0, window.first_target - 1 : -1]  # position t predicts token t + 1
+        targets = window.targets.to(h.device)
+        for rows, some in zip(predicting.split(HEAD_ROWS), targets.split(HEAD_ROWS)):
+            losses.append(F.cross_entropy(model.head(rows).float(), some, reduction="none"))
+    nll = torch.cat(losses).cpu().double().sum().item()
+    return Perplexity(nll, sum(len(loss) for loss in losses), len(windows))
+
+
+# ------------------------------------------------------------------------------------ what the two command lines share
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every command that evaluates a model on a text."""
+    parser.add_argument("--ckpt", metavar="DIR", help="checkpoint folder (default: the demo model, fetched once)")
+    text = parser.add_argument_group("text")
+    text.add_argument("--text", metavar="FILE", help="UTF-8 text to score (default: %(default)s)")
+    text.add_argument("--ctx", type=int, metavar="N", help="tokens in a window (default: 2,048; demo model: 512)")
+    text.add_argument("--windows", type=int, metavar="N", help="windows from the start of the text")
+    run = parser.add_argument_group("machine")
+    run.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
+    run.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_NAMES], help="default: %(default)s")
+
+
+def own_text(name: str) -> str:
+    return os.path.relpath(ROOT / "data" / name)
+
+
+DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def find_checkpoint(path: str | None) -> Checkpoint:
+    if path is None:
+        from extras.demo_checkpoint import demo_checkpoint  # needs gguf, which nothing else does
+
+        path = demo_checkpoint()
+    return open_checkpoint(path)
+
+
+def choose_device(name: str) -> tuple[torch.device, str]:
+    """The device that `--device` asks for, and why it was taken."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device()), "found"
+        if torch.backends.mps.is_available():
+            return torch.device("mps"), "found"
+        return torch.device("cpu"), "no GPU found"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError):  # torch says both, by device and build
+        raise UserError(f"--device {name} cannot be used on this machine; leave it out, or take cpu") from None
+    return device, "asked for"
+
+
+def choose_dtype(name: str, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype that `--dtype` asks for, and why. float16 is never chosen on a CPU, where it crawls."""
+    if name != "auto":
+        return DTYPE_NAMES[name], "asked for"
+    stored = stored_dtype(checkpoint)
+    if device.type != "cpu" or stored == torch.float32:
+        return stored, "as stored"
+    needed, free = 4 * parameters(config), free_memory()
+    if needed <= free / 2:
+        return torch.float32, "fits into half the free memory"
+    return torch.bfloat16, f"float32 would take {needed / 1e9:.0f} of {free / 1e9:.0f} GB free"
+
+
+def free_memory() -> int:
+    """Bytes of main memory that can be had now; where the system does not say, all there are."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        (available,) = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable")]
+        return int(available.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_ctx(ctx: int | None, default: int, config: ModelConfig) -> int:
+    """Tokens in a window: what was asked for, or the default if the model can read that many."""
+    longest = config.max_position_embeddings
+    if ctx is None:
+        return min(default, longest)
+    if not 2 <= ctx <= longest:
+        raise UserError(f"--ctx {ctx} is out of range: this model takes 2 to {longest} tokens")
+    return ctx
+
+
+def read_windows(
+    file: str,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    ctx: int,
+    count: int | None = None,
+    stride: int | None = None,
+    bos_rule: str | None = None,
+) -> list[Window]:
+    """A text file's windows, under the tokenizer's own BOS rule or another. Raises UserError."""
+    for flag, value in (("--windows", count), ("--stride", stride)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag} {value} is out of range: it takes a whole number above 0")
+    bos_rule = bos_rule or tokenizer.bos_rule
+    room = ctx - (bos_rule == "window")
+    if stride is not None and stride >= room:
+        raise UserError(f"--stride {stride} leaves gaps between windows: it takes less than {room}")
+    if bos_rule != "none" and tokenizer.bos_id is None:
+        raise UserError(f"--bos {bos_rule} needs a BOS token, and this tokenizer has none; use --bos none")
+    ids = tokenizer.encode(read_text(file))
+    if ids and max(ids) >= config.vocab_size:
+        raise UserError(
+            f"token {max(ids)} of {file} is beyond the model's embedding of {config.vocab_size:,} rows: "
+            f"{tokenizer.source} does not belong to this checkpoint"
+        )
+    windows = make_windows(ids, ctx, count, stride, tokenizer.bos_id, bos_rule)
+    if not windows:
+        raise UserError(f"{file} is too short: its {len(ids)} tokens leave nothing to predict")
+    return windows
+
+
+BOS_WORDS = {"none": "no BOS", "start": "BOS at the start of the text", "window": "BOS in every window"}
+
+
+def describe_model(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    return (
+        f"{checkpoint.config['model_type']} · {config.n_layers} layers · d {config.hidden_size} · "
+        f"{config.n_heads}/{config.n_kv_heads} heads · {short_count(parameters(config))} parameters"
+    )
+
+
+def describe_windows(file: str, windows: Sequence[Window], ctx: int, bos_rule: str) -> str:
+    scored = sum(len(window.targets) for window in windows)
+    return (
+        f"{file}\n         {len(windows)} windows of {ctx:,} · {BOS_WORDS[bos_rule]} · {scored:,} tokens scored"
+    )
+
+
+def short_count(n: int) -> str:
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def load_reported(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Transformer:
+    """Load, and say on stderr what was read and how long it took."""
+    started = time.perf_counter()
+    model = load(checkpoint.path, dtype, device)
+    print(
+        f"loaded {len(checkpoint.tensors)} tensors, {checkpoint.n_bytes / 1e6:,.0f} MB of "
+        f"{dtype_name(stored_dtype(checkpoint))} as {dtype_name(dtype)}, in {time.perf_counter() - started:.1f} s",
+        file=sys.stderr,
+    )
+    return model
+
+
+# -------------------------------------------------------------------------------------------------- the command line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Perplexity of a checkpoint on a text.")
+    add_run_arguments(parser)
+    parser.add_argument("--stride", type=int, metavar="N", help="start a window every N tokens (default: no overlap)")
+    parser.add_argument("--bos", choices=list(BOS_WORDS), help="where BOS goes (default: the model family's rule)")
+    parser.set_defaults(text=own_text("heldout.txt"))
+    args = parser.parse_args(argv)
+    try:
+        evaluate(args)
+    except UserError as error:
+        print(f"eval_ppl.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    checkpoint = find_checkpoint(args.ckpt)
+    config = model_config(checkpoint.config)
+    device, device_why = choose_device(args.device)
+    dtype, dtype_why = choose_dtype(args.dtype, checkpoint, config, device)
+    tokenizer = load_tokenizer(checkpoint.path)
+    ctx = check_ctx(args.ctx, 512 if args.ckpt is None else 2048, config)
+    bos_rule = args.bos or tokenizer.bos_rule
+    windows = read_windows(args.text, tokenizer, config, ctx, args.windows, args.stride, bos_rule)
+    print(f"model    {describe_model(checkpoint, config)}")
+    print(f"device   {device} ({device_why}) · dtype {dtype_name(dtype)} ({dtype_why})")
+    print(f"text     {describe_windows(args.text, windows, ctx, bos_rule)}", flush=True)
+    model = load_reported(checkpoint, dtype, device)
+    started = time.perf_counter()
+    result = perplexity(model, windows)
+    scored_bytes = sum(tokenizer.byte_count(window.targets.tolist()) for window in windows)
+    bits = result.nll / math.log(2) / scored_bytes
+    print(f"ppl      {result.ppl:.4f} · {bits:.4f} bits per byte · {clock(time.perf_counter() - started)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
