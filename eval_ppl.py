@@ -136,34 +136,71 @@ def score(model: Transformer, hiddens: Sequence[Tensor], windows: Sequence[Windo
     return Perplexity(nll, sum(len(loss) for loss in losses), len(windows))
 
 
-# ------------------------------------------------------------------------------------ what the two command lines share
+# --------------------------------------------------------------------------------- what the two command lines share
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command that evaluates a model on a text."""
+@dataclass(frozen=True)
+class Setup:
+    """What a command works with: chosen and checked before any weight is read."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    tokenizer: Tokenizer
+    device: torch.device
+    dtype: torch.dtype
+    ctx: int
+    description: str
+
+    def load(self) -> Transformer:
+        """Read the weights, and say on stderr what was read and how long it took."""
+        started = time.perf_counter()
+        model = load(self.checkpoint.path, self.dtype, self.device)
+        stored = dtype_name(stored_dtype(self.checkpoint))
+        print(
+            f"loaded {len(self.checkpoint.tensors)} tensors, {self.checkpoint.n_bytes / 1e6:,.0f} MB of {stored}, "
+            f"as {dtype_name(self.dtype)} in {time.perf_counter() - started:.1f} s",
+            file=sys.stderr,
+        )
+        return model
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, text: str) -> None:
+    """The arguments of every command that evaluates a model on a text; `text` is the default one."""
     parser.add_argument("--ckpt", metavar="DIR", help="checkpoint folder (default: the demo model, fetched once)")
-    text = parser.add_argument_group("text")
-    text.add_argument("--text", metavar="FILE", help="UTF-8 text to score (default: %(default)s)")
-    text.add_argument("--ctx", type=int, metavar="N", help="tokens in a window (default: 2,048; demo model: 512)")
-    text.add_argument("--windows", type=int, metavar="N", help="windows from the start of the text")
-    run = parser.add_argument_group("machine")
-    run.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
-    run.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_NAMES], help="default: %(default)s")
+    group = parser.add_argument_group("text")
+    group.add_argument("--text", default=own_text(text), metavar="FILE", help="UTF-8 text (default: %(default)s)")
+    group.add_argument("--ctx", type=int, metavar="N", help="tokens in a window (default: 2,048; demo model: 512)")
+    group.add_argument("--windows", type=int, metavar="N", help="windows to take from the start of the text")
+    group = parser.add_argument_group("machine")
+    group.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
+    group.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_NAMES], help="default: %(default)s")
 
 
 def own_text(name: str) -> str:
     return os.path.relpath(ROOT / "data" / name)
 
 
-DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def find_checkpoint(path: str | None) -> Checkpoint:
-    if path is None:
+def prepare(args: argparse.Namespace) -> Setup:
+    """Open the checkpoint and choose device, dtype and window size. Raises UserError."""
+    if args.ckpt is None:
         from extras.demo_checkpoint import demo_checkpoint  # needs gguf, which nothing else does
 
-        path = demo_checkpoint()
-    return open_checkpoint(path)
+        checkpoint = open_checkpoint(demo_checkpoint())
+    else:
+        checkpoint = open_checkpoint(args.ckpt)
+    config = model_config(checkpoint.config)
+    device, device_why = choose_device(args.device)
+    dtype, dtype_why = choose_dtype(args.dtype, checkpoint, config, device)
+    ctx = min(512 if args.ckpt is None else 2048, config.max_position_embeddings) if args.ctx is None else args.ctx
+    if not 2 <= ctx <= config.max_position_embeddings:
+        raise UserError(f"--ctx {ctx} is out of range: this model takes 2 to {config.max_position_embeddings:,} tokens")
+    description = (
+        f"model    {checkpoint.config['model_type']} · {config.n_layers} layers · d {config.hidden_size} · "
+        f"{config.n_heads}/{config.n_kv_heads} heads · "
+        f"{short_count(parameters(config, checkpoint.config['harp']))} parameters\n"
+        f"device   {device} ({device_why}) · dtype {dtype_name(dtype)} ({dtype_why})"
+    )
+    return Setup(checkpoint, config, load_tokenizer(checkpoint.path), device, dtype, ctx, description)
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -177,7 +214,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):  # torch says both, by device and build
+    except (RuntimeError, AssertionError):  # torch says one or the other, by device and build
         raise UserError(f"--device {name} cannot be used on this machine; leave it out, or take cpu") from None
     return device, "asked for"
 
@@ -195,6 +232,13 @@ def choose_dtype(name: str, checkpoint: Checkpoint, config: ModelConfig, device:
     return torch.bfloat16, f"float32 would take {needed / 1e9:.0f} of {free / 1e9:.0f} GB free"
 
 
+DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def free_memory() -> int:
     """Bytes of main memory that can be had now; where the system does not say, all there are."""
     meminfo = Path("/proc/meminfo")
@@ -204,61 +248,38 @@ def free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_ctx(ctx: int | None, default: int, config: ModelConfig) -> int:
-    """Tokens in a window: what was asked for, or the default if the model can read that many."""
-    longest = config.max_position_embeddings
-    if ctx is None:
-        return min(default, longest)
-    if not 2 <= ctx <= longest:
-        raise UserError(f"--ctx {ctx} is out of range: this model takes 2 to {longest} tokens")
-    return ctx
-
-
 def read_windows(
-    file: str,
-    tokenizer: Tokenizer,
-    config: ModelConfig,
-    ctx: int,
-    count: int | None = None,
-    stride: int | None = None,
-    bos_rule: str | None = None,
+    setup: Setup, file: str, count: int | None, stride: int | None = None, bos_rule: str | None = None
 ) -> list[Window]:
     """A text file's windows, under the tokenizer's own BOS rule or another. Raises UserError."""
-    for flag, value in (("--windows", count), ("--stride", stride)):
-        if value is not None and value < 1:
-            raise UserError(f"{flag} {value} is out of range: it takes a whole number above 0")
+    tokenizer = setup.tokenizer
     bos_rule = bos_rule or tokenizer.bos_rule
-    room = ctx - (bos_rule == "window")
-    if stride is not None and stride >= room:
-        raise UserError(f"--stride {stride} leaves gaps between windows: it takes less than {room}")
+    room = setup.ctx - (bos_rule == "window")
+    if count is not None and count < 1:
+        raise UserError(f"--windows {count} is out of range: it takes a whole number above 0")
+    if stride is not None and not 1 <= stride < room:
+        raise UserError(f"--stride {stride} is out of range: it takes 1 to {room - 1} with this --ctx")
     if bos_rule != "none" and tokenizer.bos_id is None:
         raise UserError(f"--bos {bos_rule} needs a BOS token, and this tokenizer has none; use --bos none")
     ids = tokenizer.encode(read_text(file))
-    if ids and max(ids) >= config.vocab_size:
+    if ids and max(ids) >= setup.config.vocab_size:
         raise UserError(
-            f"token {max(ids)} of {file} is beyond the model's embedding of {config.vocab_size:,} rows: "
+            f"token {max(ids)} of {file} is beyond the model's embedding of {setup.config.vocab_size:,} rows: "
             f"{tokenizer.source} does not belong to this checkpoint"
         )
-    windows = make_windows(ids, ctx, count, stride, tokenizer.bos_id, bos_rule)
+    windows = make_windows(ids, setup.ctx, count, stride, tokenizer.bos_id, bos_rule)
     if not windows:
         raise UserError(f"{file} is too short: its {len(ids)} tokens leave nothing to predict")
     return windows
 
 
-BOS_WORDS = {"none": "no BOS", "start": "BOS at the start of the text", "window": "BOS in every window"}
-
-
-def describe_model(checkpoint: Checkpoint, config: ModelConfig) -> str:
-    return (
-        f"{checkpoint.config['model_type']} · {config.n_layers} layers · d {config.hidden_size} · "
-        f"{config.n_heads}/{config.n_kv_heads} heads · {short_count(parameters(config))} parameters"
-    )
+BOS_WORDS = {"none": "no BOS", "start": "BOS at the start", "window": "BOS in every window"}
 
 
 def describe_windows(file: str, windows: Sequence[Window], ctx: int, bos_rule: str) -> str:
-    scored = sum(len(window.targets) for window in windows)
     return (
-        f"{file}\n         {len(windows)} windows of {ctx:,} · {BOS_WORDS[bos_rule]} · {scored:,} tokens scored"
+        f"text     {file} · {len(windows)} windows of {ctx:,} · {BOS_WORDS[bos_rule]}\n"
+        f"         {sum(len(window.targets) for window in windows):,} tokens scored"
     )
 
 
@@ -271,31 +292,14 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{seconds:02d}"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def load_reported(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Transformer:
-    """Load, and say on stderr what was read and how long it took."""
-    started = time.perf_counter()
-    model = load(checkpoint.path, dtype, device)
-    print(
-        f"loaded {len(checkpoint.tensors)} tensors, {checkpoint.n_bytes / 1e6:,.0f} MB of "
-        f"{dtype_name(stored_dtype(checkpoint))} as {dtype_name(dtype)}, in {time.perf_counter() - started:.1f} s",
-        file=sys.stderr,
-    )
-    return model
-
-
 # -------------------------------------------------------------------------------------------------- the command line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Perplexity of a checkpoint on a text.")
-    add_run_arguments(parser)
+    add_run_arguments(parser, "heldout.txt")
     parser.add_argument("--stride", type=int, metavar="N", help="start a window every N tokens (default: no overlap)")
     parser.add_argument("--bos", choices=list(BOS_WORDS), help="where BOS goes (default: the model family's rule)")
-    parser.set_defaults(text=own_text("heldout.txt"))
     args = parser.parse_args(argv)
     try:
         evaluate(args)
@@ -306,21 +310,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    checkpoint = find_checkpoint(args.ckpt)
-    config = model_config(checkpoint.config)
-    device, device_why = choose_device(args.device)
-    dtype, dtype_why = choose_dtype(args.dtype, checkpoint, config, device)
-    tokenizer = load_tokenizer(checkpoint.path)
-    ctx = check_ctx(args.ctx, 512 if args.ckpt is None else 2048, config)
-    bos_rule = args.bos or tokenizer.bos_rule
-    windows = read_windows(args.text, tokenizer, config, ctx, args.windows, args.stride, bos_rule)
-    print(f"model    {describe_model(checkpoint, config)}")
-    print(f"device   {device} ({device_why}) · dtype {dtype_name(dtype)} ({dtype_why})")
-    print(f"text     {describe_windows(args.text, windows, ctx, bos_rule)}", flush=True)
-    model = load_reported(checkpoint, dtype, device)
+    setup = prepare(args)
+    bos_rule = args.bos or setup.tokenizer.bos_rule
+    windows = read_windows(setup, args.text, args.windows, args.stride, bos_rule)
+    print(setup.description)
+    print(describe_windows(args.text, windows, setup.ctx, bos_rule), flush=True)
+    model = setup.load()
     started = time.perf_counter()
     result = perplexity(model, windows)
-    scored_bytes = sum(tokenizer.byte_count(window.targets.tolist()) for window in windows)
+    if not math.isfinite(result.ppl):
+        raise UserError(f"the perplexity is {result.ppl}: the weights are damaged or overflow; try --dtype float32")
+    scored_bytes = sum(setup.tokenizer.byte_count(window.targets.tolist()) for window in windows)
     bits = result.nll / math.log(2) / scored_bytes
     print(f"ppl      {result.ppl:.4f} · {bits:.4f} bits per byte · {clock(time.perf_counter() - started)}")
 

@@ -20,34 +20,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import cost
 from checkpoint import Checkpoint, UserError, read_json
 from eval_ppl import (
+    Setup,
     Window,
     add_run_arguments,
     advance,
-    check_ctx,
-    choose_device,
-    choose_dtype,
     clock,
-    describe_model,
     describe_windows,
     dtype_name,
     embed,
-    find_checkpoint,
-    load_reported,
     own_text,
     perplexity,
+    prepare,
     read_windows,
     score,
 )
-from load_weights import model_config
+from load_weights import load, save, stored_dtype
 from model import ModelConfig, Transformer
-from tokenizer import Tokenizer, load_tokenizer
 
-GRID = "0:1:0.1"
 TOP = 8
+GRID = "0:1:0.1"
 PROMPT_TOKENS = 48
 
 
@@ -61,7 +57,7 @@ class Step:
     layer: int
     alpha: float
     ppl: float
-    tried: tuple[tuple[float, float | None], ...]  # (alpha, perplexity) in order; None: not finite
+    tried: tuple[tuple[float, float | None], ...]  # (alpha, perplexity) in the order of trying; None: not finite
     seconds: float
 
 
@@ -72,49 +68,95 @@ def search(
     layers: Sequence[int],
     grid: Sequence[float],
     *,
+    method: str = "grid",
     done: Sequence[Step] = (),
     on_trial: Callable[[int, int], None] = lambda layer, trials: None,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> list[Step]:
     """Prune `layers` from the top down, giving each the alpha of the grid with the lowest perplexity.
 
-    For every layer: switch it to its V·O path, try every alpha, keep the best (the smaller one of equals), go on to
-    the next layer below. Layers not yet reached stay dense (Algorithm 1 of the paper). The model carries the alphas
-    afterwards. `done` holds the steps of an earlier, interrupted search; `on_trial(layer, trials so far)` and
-    `on_step(step)` are told about progress. Raises UserError if no alpha of a layer gives a finite perplexity.
+    Algorithm 1 of the paper: switch the topmost layer to its V·O path, try the alphas, keep the best, go on to the
+    next layer below; layers not yet reached stay dense. The model carries the alphas afterwards.
 
     The textbook loop runs the whole model for every alpha of every layer. But whatever lies below the searched layer
-    does not depend on its alpha, and neither does the update that alpha scales: both are computed once per layer, and
-    a trial is h + alpha * u, one MLP, the pruned layers above, the head. Same numbers, a fraction of the work.
+    does not depend on its alpha, so that is computed once: same numbers, a fraction of the work.
+
+    `method` is a key of METHODS. `done` holds the steps of an earlier, interrupted search. `on_trial(layer, trials)`
+    and `on_step(step)` hear of progress. Raises UserError if a layer has no finite perplexity at any alpha.
     """
     order = sorted(set(layers), reverse=True)
     steps = list(done)
     set_alphas(model, {step.layer: step.alpha for step in steps})
-    lowest, n_layers = order[-1], len(model.blocks)
+    lowest = order[-1]
     at_lowest = advance(model, embed(model, windows), range(lowest))  # the one tensor of hidden states that is kept
     for layer in order[len(steps) :]:
-        started = time.perf_counter()
-        block = model.blocks[layer]
-        block.attention_mode = "vo"
         inputs = advance(model, at_lowest, range(lowest, layer))
-        updates = [block.vo_update(h) for h in inputs]
-
-        def trial(alpha: float) -> float | None:
-            outputs = [block.add_mlp(h + alpha * u if alpha else h) for h, u in zip(inputs, updates)]
-            ppl = score(model, advance(model, outputs, range(layer + 1, n_layers)), windows).ppl
-            return ppl if math.isfinite(ppl) else None
-
-        tried = []
-        for alpha in sorted(grid):
-            tried.append((alpha, trial(alpha)))
-            on_trial(layer, len(tried))
-        finite = [(ppl, alpha) for alpha, ppl in tried if ppl is not None]
-        if not finite:
-            raise UserError(f"layer {layer} has no finite perplexity at any alpha; try --dtype float32")
-        ppl, block.alpha = min(finite)
-        steps.append(Step(layer, block.alpha, ppl, tuple(tried), time.perf_counter() - started))
+        steps.append(search_layer(model, windows, layer, inputs, grid, method, on_trial))
         on_step(steps[-1])
     return steps
+
+
+def search_layer(
+    model: Transformer,
+    windows: Sequence[Window],
+    layer: int,
+    inputs: list[Tensor],
+    grid: Sequence[float],
+    method: str,
+    on_trial: Callable[[int, int], None],
+) -> Step:
+    """Prune one layer and find its alpha. `inputs` are its hidden states, (1, T, D) for every window."""
+    started = time.perf_counter()
+    block = model.blocks[layer]
+    block.attention_mode = "vo"
+    updates = [block.vo_update(h) for h in inputs]  # alpha only scales this
+    tried: dict[float, float] = {}
+
+    def trial(alpha: float) -> float:
+        """Perplexity at this alpha: h + alpha * u, one MLP, the layers above, the head."""
+        if alpha not in tried:
+            outputs = [block.add_mlp(h + alpha * u if alpha else h) for h, u in zip(inputs, updates)]
+            ppl = score(model, advance(model, outputs, range(layer + 1, len(model.blocks))), windows).ppl
+            tried[alpha] = ppl if math.isfinite(ppl) else math.inf
+            on_trial(layer, len(tried))
+        return tried[alpha]
+
+    METHODS[method](sorted(grid), trial)
+    ppl, block.alpha = min((ppl, alpha) for alpha, ppl in tried.items())  # of equals, the smaller alpha
+    if ppl == math.inf:
+        raise UserError(f"layer {layer} has no finite perplexity at any alpha; try --dtype float32")
+    recorded = tuple((alpha, ppl if ppl < math.inf else None) for alpha, ppl in tried.items())
+    return Step(layer, block.alpha, ppl, recorded, time.perf_counter() - started)
+
+
+def try_all(grid: Sequence[float], trial: Callable[[float], float]) -> None:
+    """The paper's search: every alpha."""
+    for alpha in grid:
+        trial(alpha)
+
+
+def try_fibonacci(grid: Sequence[float], trial: Callable[[float], float]) -> None:
+    """Find the lowest point of a rising grid with few trials: 5 of 11, 10 of 101.
+
+    If perplexity falls and then rises again as alpha grows, then of two trials the better one tells on which side the
+    lowest point lies. Fibonacci lengths let every trial serve twice (Kiefer 1953). Where perplexity has more than one
+    valley, it finds one of them.
+    """
+    lengths = [1, 2]
+    while lengths[-1] <= len(grid):
+        lengths.append(lengths[-1] + lengths[-2])
+
+    def value(index: int) -> float:
+        return trial(grid[index]) if index < len(grid) else math.inf  # padding up to a Fibonacci length
+
+    before = -1  # the lowest point is among the lengths[-1] - 1 indices after this one
+    for near, far in reversed(list(zip(lengths, lengths[1:-1]))):
+        if value(before + far) < value(before + near):
+            before += near
+    value(before + 1)
+
+
+METHODS = {"grid": try_all, "fibonacci": try_fibonacci}
 
 
 def set_alphas(model: Transformer, alphas: Mapping[int, float]) -> None:
@@ -124,9 +166,11 @@ def set_alphas(model: Transformer, alphas: Mapping[int, float]) -> None:
         block.alpha = alphas.get(layer, 1.0)
 
 
-def heldout_perplexities(model: Transformer, windows: Sequence[Window], alphas: Mapping[int, float]) -> dict[str, float]:
-    """Perplexity on a text the search has not seen: dense, with the searched alphas, and with the same layers at
-    alpha 1 and alpha 0. The model carries the searched alphas afterwards."""
+def heldout_perplexities(
+    model: Transformer, windows: Sequence[Window], alphas: Mapping[int, float]
+) -> dict[str, float | None]:
+    """Perplexity on a text that the search has not seen: dense, the same layers at alpha 1 and at alpha 0, and with
+    the searched alphas, which the model carries afterwards. None: not finite."""
     lowest = min(alphas)
     at_lowest = advance(model, embed(model, windows), range(lowest))
     found = {}
@@ -137,7 +181,8 @@ def heldout_perplexities(model: Transformer, windows: Sequence[Window], alphas: 
         ("pruned", alphas),
     ):
         set_alphas(model, variant)
-        found[name] = score(model, advance(model, at_lowest, range(lowest, len(model.blocks))), windows).ppl
+        ppl = score(model, advance(model, at_lowest, range(lowest, len(model.blocks))), windows).ppl
+        found[name] = ppl if math.isfinite(ppl) else None
     return found
 
 
@@ -145,7 +190,7 @@ def heldout_perplexities(model: Transformer, windows: Sequence[Window], alphas: 
 
 
 def parse_grid(text: str) -> list[float]:
-    """ "0,0.1,1" or "0:1:0.1" (first, last, step) -> alphas in rising order. Raises UserError."""
+    """Alphas in rising order from "0,0.1,1" or "0:1:0.1" (first, last, step). Raises UserError."""
     try:
         if ":" in text:
             first, last, step = (float(part) for part in text.split(":"))
@@ -166,7 +211,7 @@ def choose_layers(top: int | None, listed: str | None, n_layers: int) -> list[in
         top = TOP if top is None else top
         if not 1 <= top <= n_layers:
             raise UserError(f"--top {top} is out of range: this model has {n_layers} layers")
-        return list(range(n_layers - 1, n_layers - 1 - top, -1))
+        return list(reversed(range(n_layers - top, n_layers)))
     try:
         layers = sorted({int(part) for part in listed.split(",")}, reverse=True)
     except ValueError:
@@ -176,11 +221,42 @@ def choose_layers(top: int | None, listed: str | None, n_layers: int) -> list[in
     return layers
 
 
-# -------------------------------------------------------------------------------------------------- state and report
+def prompt_ids(prompt: str, setup: Setup) -> Tensor:
+    """A prompt's ids, (1, T), with BOS where the model wants one. Raises UserError."""
+    tokenizer, longest = setup.tokenizer, setup.config.max_position_embeddings - PROMPT_TOKENS
+    ids = ([] if tokenizer.bos_rule == "none" else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+    if not 1 <= len(ids) <= longest:
+        raise UserError(f"--prompt has {len(ids)} tokens; it takes 1 to {longest:,}")
+    return torch.tensor([ids])
+
+
+# --------------------------------------------------------------------------------------------------- the state on disk
+
+
+def run_identity(args: argparse.Namespace, setup: Setup, layers: list[int], grid: list[float], windows: int) -> dict:
+    """Everything that decides a run's result. A state with another identity is never continued."""
+    return {
+        "config": file_hash(setup.checkpoint.path / "config.json"),
+        "weights": sampled_hash(setup.checkpoint),
+        "text": file_hash(args.text),
+        "heldout text": file_hash(args.heldout),
+        "layers": layers,
+        "grid": grid,
+        "search": args.search,
+        "ctx": setup.ctx,
+        "windows": windows,
+        "BOS rule": setup.tokenizer.bos_rule,
+        "dtype": dtype_name(setup.dtype),
+        "device": setup.device.type,
+    }
+
+
+def file_hash(file: str | Path) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def sampled_hash(checkpoint: Checkpoint) -> str:
-    """Which weights these are: every file's name, size and 64 samples of 4 KB, hashed in a moment."""
+    """Which weights these are: every file's name, size and 64 samples of 4 KB, since 16 GB take minutes to hash."""
     digest = hashlib.sha256()
     for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
         size = file.stat().st_size
@@ -192,8 +268,19 @@ def sampled_hash(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def file_hash(file: str | Path) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+def earlier_report(folder: Path, identity: dict) -> dict | None:
+    """The report that an earlier run of the same identity left in `folder`, or None if there is no such folder.
+    Raises UserError if the folder is anything else; it is left as it is."""
+    if not folder.exists():
+        return None
+    if not (folder / "harp.json").exists():
+        raise UserError(f"{folder} exists and is no run of harp.py; name another folder with --out")
+    report = read_json(folder / "harp.json")
+    found = report.get("identity", {})
+    other = [key for key in identity if found.get(key) != identity[key]]
+    if other:
+        raise UserError(f"{folder} holds a run with another {', '.join(other)}; name another folder with --out")
+    return report
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -203,25 +290,8 @@ def write_json(file: Path, content: dict) -> None:
     os.replace(temporary, file)
 
 
-def earlier_report(out: Path, identity: dict) -> dict | None:
-    """The report of a finished or interrupted run with the same identity, if there is one. Raises UserError if
-    there is one of another identity: it is left as it is."""
-    for folder in (out, partial(out)):
-        if not folder.exists():
-            continue
-        if not (folder / "harp.json").exists():
-            raise UserError(f"{folder} exists and is no run of harp.py; name another folder with --out")
-        report = read_json(folder / "harp.json")
-        found = report.get("identity", {})
-        other = [key for key in identity if found.get(key) != identity[key]]
-        if other:
-            raise UserError(f"{folder} holds a run with another {', '.join(other)}; name another folder with --out")
-        return report
-    return None
-
-
-def partial(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")
+def alphas_of(report: dict) -> dict[int, float]:
+    return {step["layer"]: step["alpha"] for step in report["steps"]}
 
 
 # -------------------------------------------------------------------------------------------------- the command line
@@ -229,17 +299,19 @@ def partial(out: Path) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Prune the attention of a model's top layers with HARP.")
-    add_run_arguments(parser)
+    add_run_arguments(parser, "calibration.txt")
     method = parser.add_argument_group("method")
     which = method.add_mutually_exclusive_group()
     which.add_argument("--top", type=int, metavar="N", help=f"prune the N highest layers (default: {TOP})")
     which.add_argument("--layers", metavar="LIST", help="prune these layers instead, such as 29,28,26 (0 is lowest)")
     method.add_argument("--grid", default=GRID, help="alphas to try: 0,0.1,1 or first:last:step (default: %(default)s)")
+    method.add_argument("--search", default="grid", choices=list(METHODS), help="try all alphas of the grid (default), "
+                        "or few of them, trusting that perplexity has one valley")  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="DIR", help="result folder (default: out/<model>-harp<N>)")
-    output.add_argument("--heldout", metavar="FILE", help="UTF-8 text for the final check (default: %(default)s)")
+    output.add_argument("--heldout", default=own_text("heldout.txt"), metavar="FILE",
+                        help="UTF-8 text for the final check (default: %(default)s)")  # fmt: skip
     output.add_argument("--prompt", metavar="TEXT", help="also print its continuation before and after pruning")
-    parser.set_defaults(text=own_text("calibration.txt"), heldout=own_text("heldout.txt"))
     args = parser.parse_args(argv)
     try:
         run(args)
@@ -247,41 +319,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"harp.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on after the last finished layer", file=sys.stderr)
+        print("\nharp.py: interrupted; the same command goes on after the last finished layer", file=sys.stderr)
         return 130
     return 0
 
 
 def run(args: argparse.Namespace) -> None:
-    # Everything that can be refused is refused before a weight is read.
+    # Whatever can be refused is refused here, before a weight is read.
     grid = parse_grid(args.grid)
-    checkpoint = find_checkpoint(args.ckpt)
-    config = model_config(checkpoint.config)
-    layers = choose_layers(args.top, args.layers, config.n_layers)
-    device, device_why = choose_device(args.device)
-    dtype, dtype_why = choose_dtype(args.dtype, checkpoint, config, device)
-    tokenizer = load_tokenizer(checkpoint.path)
-    ctx = check_ctx(args.ctx, 512 if args.ckpt is None else 2048, config)
-    count = args.windows if args.windows is not None else (4 if args.ckpt is None else 16)
-    windows = read_windows(args.text, tokenizer, config, ctx, count)
-    heldout = read_windows(args.heldout, tokenizer, config, ctx, count)
-    prompt = None if args.prompt is None else prompt_ids(args.prompt, tokenizer, config)
-    name = checkpoint.path.resolve().name
+    setup = prepare(args)
+    path = setup.checkpoint.path
+    if setup.checkpoint.config["harp"]:
+        raise UserError(f"{path} is pruned already; its perplexity: python eval_ppl.py --ckpt {path}")
+    layers = choose_layers(args.top, args.layers, setup.config.n_layers)
+    count = (4 if args.ckpt is None else 16) if args.windows is None else args.windows
+    windows = read_windows(setup, args.text, count)
+    heldout = read_windows(setup, args.heldout, count)
+    prompt = None if args.prompt is None else prompt_ids(args.prompt, setup)
+    name = path.resolve().name
     out = args.out or Path("out") / f"{name}-harp{len(layers)}"
-    identity = {
-        "config": file_hash(checkpoint.path / "config.json"),
-        "weights": sampled_hash(checkpoint),
-        "text": file_hash(args.text),
-        "heldout text": file_hash(args.heldout),
-        "layers": layers,
-        "grid": grid,
-        "ctx": ctx,
-        "windows": count,
-        "BOS rule": tokenizer.bos_rule,
-        "dtype": dtype_name(dtype),
-        "device": device.type,
-    }
-    report = earlier_report(out, identity) or {
+    partial = out.with_name(out.name + ".partial")
+    identity = run_identity(args, setup, layers, grid, count)
+    finished = earlier_report(out, identity)
+    report = finished or earlier_report(partial, identity) or {
         "identity": identity,
         "model": name,
         "text": window_facts(args.text, windows),
@@ -290,70 +350,60 @@ def run(args: argparse.Namespace) -> None:
         "steps": [],
     }
 
-    print(f"model    {describe_model(checkpoint, config)}")
-    print(f"device   {device} ({device_why}) · dtype {dtype_name(dtype)} ({dtype_why})")
-    print(f"text     {describe_windows(args.text, windows, ctx, tokenizer.bos_rule)}", flush=True)
-    finished = "heldout_ppl" in report
-    model = None if finished and prompt is None else load_reported(checkpoint, dtype, device)
+    print(setup.description)
+    print(describe_windows(args.text, windows, setup.ctx, setup.tokenizer.bos_rule), flush=True)
+    model = None if finished and prompt is None else setup.load()
     if finished:
         print_steps(report)
     else:
-        run_search(model, windows, heldout, layers, grid, out, report)
-    print_summary(report, args.heldout, config)
-    print(f"wrote    {out / 'harp.json'}")
+        partial.mkdir(parents=True, exist_ok=True)
+        run_search(model, windows, layers, grid, args.search, report, partial / "harp.json")
+        report["heldout_ppl"] = heldout_perplexities(model, heldout, alphas_of(report))
+    print_summary(report, args.heldout, setup.config)
     if prompt is not None:
-        print_continuations(model, tokenizer, prompt, alphas_of(report))
+        print_continuations(model, setup, prompt, alphas_of(report))
+    if not finished:
+        save(model, partial, path, stored_dtype(setup.checkpoint))
+        del model  # the saved one takes its place in memory
+        saved = perplexity(load(partial, setup.dtype, setup.device), heldout).ppl
+        report["heldout_ppl"]["saved"] = saved if math.isfinite(saved) else None
+        write_json(partial / "harp.json", report)
+        partial.rename(out)
+    print(f"wrote    {out} · reloaded from there: ppl {ppl_text(report['heldout_ppl']['saved'])}")
+    print(f"         python eval_ppl.py --ckpt {out}")
 
 
 def run_search(
     model: Transformer,
     windows: Sequence[Window],
-    heldout: Sequence[Window],
     layers: list[int],
     grid: list[float],
-    out: Path,
+    method: str,
     report: dict,
+    state: Path,
 ) -> None:
-    """Search, or go on with the search that `report` is of: save it after every layer, rename when all is done."""
-    folder = partial(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Search, or go on with the search that `report` is of. After every layer the report is in the file `state`."""
     if "dense_ppl" not in report:
         report["dense_ppl"] = perplexity(model, windows).ppl
         if not math.isfinite(report["dense_ppl"]):
             raise UserError(f"the unpruned model's perplexity is {report['dense_ppl']}; try --dtype float32")
-        write_json(folder / "harp.json", report)
+        write_json(state, report)
     print_steps(report)
     done = [Step(**step | {"tried": tuple(map(tuple, step["tried"]))}) for step in report["steps"]]
     progress = Progress(model.config, windows, layers, len(grid), len(done))
 
     def on_step(step: Step) -> None:
         report["steps"].append(asdict(step))
-        write_json(folder / "harp.json", report)
+        write_json(state, report)
         progress.clear()
         print_step(report["steps"][-1], report["dense_ppl"])
 
-    search(model, windows, layers, grid, done=done, on_trial=progress.show, on_step=on_step)
-    found = heldout_perplexities(model, heldout, alphas_of(report))
-    report["heldout_ppl"] = {name: ppl if math.isfinite(ppl) else None for name, ppl in found.items()}
-    write_json(folder / "harp.json", report)
-    folder.rename(out)
-
-
-def alphas_of(report: dict) -> dict[int, float]:
-    return {step["layer"]: step["alpha"] for step in report["steps"]}
-
-
-def window_facts(file: str, windows: Sequence[Window]) -> dict:
-    return {
-        "file": Path(file).name,
-        "windows": len(windows),
-        "tokens_scored": sum(len(window.targets) for window in windows),
-    }
+    search(model, windows, layers, grid, method=method, done=done, on_trial=progress.show, on_step=on_step)
 
 
 class Progress:
     """How far a search is and how long the rest will take, on stderr. The estimate goes by counted operations, since
-    a trial grows dearer with every layer that the search moves down."""
+    trials grow dearer as the search moves down."""
 
     def __init__(self, config: ModelConfig, windows: Sequence[Window], layers: Sequence[int], trials: int, done: int):
         tokens, scored = len(windows[0].ids), len(windows[0].targets)
@@ -380,6 +430,17 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+# ----------------------------------------------------------------------------------------------------------- printing
+
+
+def window_facts(file: str, windows: Sequence[Window]) -> dict:
+    return {
+        "file": Path(file).name,
+        "windows": len(windows),
+        "tokens_scored": sum(len(window.targets) for window in windows),
+    }
+
+
 def print_steps(report: dict) -> None:
     print(f"dense    ppl {report['dense_ppl']:.4f}", flush=True)
     for step in report["steps"]:
@@ -387,45 +448,37 @@ def print_steps(report: dict) -> None:
 
 
 def print_step(step: dict, dense: float) -> None:
-    change = 100 * (step["ppl"] / dense - 1)
     print(
-        f"layer {step['layer']:>2} | alpha {step['alpha']:<4g} | ppl {step['ppl']:9.4f} ({change:+6.1f} %) | "
+        f"layer {step['layer']:>2} | alpha {step['alpha']:<4g} | "
+        f"ppl {step['ppl']:9.4f} ({step['ppl'] / dense - 1:+7.1%}) | "
         f"{len(step['tried'])} tried | {clock(step['seconds'])}",
         flush=True,
     )
 
 
+def ppl_text(ppl: float | None) -> str:
+    return "not finite" if ppl is None else f"{ppl:.4f}"
+
+
 def print_summary(report: dict, heldout_file: str, config: ModelConfig) -> None:
-    alphas = alphas_of(report)
-    ppl = {name: "not finite" if value is None else f"{value:.4f}" for name, value in report["heldout_ppl"].items()}
+    alphas, ppl = alphas_of(report), report["heldout_ppl"]
     tokens = min(65536, config.max_position_embeddings)
-    saved = {
-        "parameters": 1 - cost.linear_parameters(config, alphas) / cost.linear_parameters(config),
-        "cache": 1 - cost.kv_bytes(config, 1, alphas) / cost.kv_bytes(config, 1),
-        "prefill": 1 - cost.prefill_flops(config, tokens, alphas) / cost.prefill_flops(config, tokens),
-    }
-    print(f"heldout  {heldout_file} · dense {ppl['dense']} -> pruned {ppl['pruned']}")
-    print(f"         the same layers at alpha 1: {ppl['alpha_1']}, at alpha 0: {ppl['alpha_0']}")
-    print(
-        f"saved    linear parameters -{saved['parameters']:.2%} · KV cache -{saved['cache']:.1%}\n"
-        f"         FLOPs of a prefill of {tokens:,} tokens -{saved['prefill']:.1%}"
-    )
+    parameters = cost.linear_parameters(config, alphas) / cost.linear_parameters(config) - 1
+    cache = cost.kv_bytes(config, 1, alphas) / cost.kv_bytes(config, 1) - 1
+    prefill = cost.prefill_flops(config, tokens, alphas) / cost.prefill_flops(config, tokens) - 1
+    print(f"heldout  {heldout_file} · dense {ppl_text(ppl['dense'])} -> pruned {ppl_text(ppl['pruned'])}")
+    print(f"         same layers at alpha 1: {ppl_text(ppl['alpha_1'])}, at alpha 0: {ppl_text(ppl['alpha_0'])}")
+    print(f"saved    linear parameters {parameters:+.2%} · KV cache {cache:+.1%}")
+    print(f"         FLOPs of a prefill of {tokens:,} tokens {prefill:+.1%}")
 
 
-def prompt_ids(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> torch.Tensor:
-    """A prompt's ids, (1, T), with BOS where the model wants one. Raises UserError."""
-    ids = ([] if tokenizer.bos_rule == "none" else [tokenizer.bos_id]) + tokenizer.encode(prompt)
-    if not 1 <= len(ids) <= config.max_position_embeddings - PROMPT_TOKENS:
-        raise UserError(f"--prompt has {len(ids)} tokens; it takes 1 to {config.max_position_embeddings - PROMPT_TOKENS}")
-    return torch.tensor([ids])
-
-
-def print_continuations(model: Transformer, tokenizer: Tokenizer, prompt: torch.Tensor, alphas: dict) -> None:
+def print_continuations(model: Transformer, setup: Setup, prompt: Tensor, alphas: Mapping[int, float]) -> None:
+    hidden = {*setup.config.eos_ids, setup.tokenizer.bos_id}
     for name, variant in (("dense", {}), ("pruned", alphas)):
         set_alphas(model, variant)
-        ids = model.generate(prompt, PROMPT_TOKENS, model.config.eos_ids)[0].tolist()
-        text = tokenizer.decode([i for i in ids if i not in (*model.config.eos_ids, tokenizer.bos_id)])
-        print(f"\n{name}:\n{text}")
+        ids = model.generate(prompt, PROMPT_TOKENS, setup.config.eos_ids)[0].tolist()
+        text = setup.tokenizer.decode([i for i in ids if i not in hidden])
+        print(f"{name:8} " + text.replace("\n", "\n         "))
 
 
 if __name__ == "__main__":

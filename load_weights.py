@@ -1,11 +1,14 @@
-"""Checkpoint folder -> Transformer: translate the config, translate the names, assign the tensors."""
+"""Checkpoint folder -> Transformer and back: translate the config, translate the names, assign the tensors."""
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
-from checkpoint import Checkpoint, UserError, open_checkpoint
+from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, open_checkpoint, read_json
 from model import ACTIVATIONS, ModelConfig, Transformer
 
 # Hugging Face's names -> ours; {} is the layer, None means: left out on purpose.
@@ -47,16 +50,47 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: str | torch
     """Build the model that a checkpoint folder describes and give it the folder's weights.
 
     `dtype=None` keeps the dtype in which most of the weights are stored. On the CPU, weights that need no conversion
-    stay memory-mapped. Returns the model in eval mode, its config at `.config`. Raises UserError.
+    stay memory-mapped. A pruned folder (`save`) comes back pruned. Returns the model in eval mode, its config at
+    `.config`. Raises UserError.
     """
     checkpoint = open_checkpoint(path)
     with torch.device("meta"):  # shapes only, no memory
         model = Transformer(model_config(checkpoint.config))
+        for layer, alpha in checkpoint.config["harp"].items():
+            model.blocks[layer].attention_mode, model.blocks[layer].alpha = "vo", alpha
+        model.prune_()
     sources = match_tensors(model, checkpoint)
     if dtype is None:
         dtype = stored_dtype(checkpoint)
     model.load_state_dict(read_tensors(checkpoint, sources, dtype, device), strict=True, assign=True)
     return model.eval()
+
+
+def save(model: Transformer, path: str | Path, source: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write a model that was loaded from the folder `source`, its pruning made final, as a folder that `load` reads.
+
+    The new folder has the source's tokenizer files and its config.json plus a "harp" object; weights are rounded once
+    to `dtype` (None: as they are). config.json comes last, so that an unfinished folder is no checkpoint.
+    """
+    source, path = Path(source), Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    parameters = model.prune_().state_dict()
+    weights = {
+        theirs: parameters[ours].to(device="cpu", dtype=dtype).contiguous()
+        for theirs, ours in checkpoint_names(model).items()
+        if ours is not None
+    }
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, path / name)
+    harp = {
+        "version": 1,
+        "alphas": {str(layer): alpha for layer, alpha in sorted(model.pruned.items(), reverse=True)},
+        "folded": ["o_proj"] if model.config.post_norms else ["o_proj", "alpha"],
+    }
+    config = json.dumps(read_json(source / "config.json") | {"harp": harp}, indent=2)
+    (path / "config.json").write_text(config + "\n", encoding="utf-8")
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

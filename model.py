@@ -295,9 +295,7 @@ class Block(nn.Module):
         return h + self.mlp_post_norm(self.mlp(self.mlp_norm(h)))
 
     def prune_(self) -> None:
-        """Make "vo" final: delete what this block no longer reads. Nothing happens to a "full" block."""
-        if self.attention_mode == "full":
-            return
+        """Make "vo" final: delete what this block no longer reads."""
         if self.alpha == 0:
             self.attn = self.attn_norm = self.attn_post_norm = None
         elif isinstance(self.attn_post_norm, RMSNorm):
@@ -317,6 +315,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
         self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.pruned: dict[int, float] = {}  # layer -> alpha of every block whose pruning is final
 
     @property
     def device(self) -> torch.device:
@@ -376,6 +375,8 @@ class Transformer(nn.Module):
 
     def prune_(self) -> "Transformer":
         """Make every "vo" block's pruning final, in place: same logits, fewer weights. Returns the model."""
-        for block in self.blocks:
-            block.prune_()
+        for layer, block in enumerate(self.blocks):
+            if block.attention_mode == "vo" and layer not in self.pruned:
+                self.pruned[layer] = block.alpha
+                block.prune_()
         return self

@@ -119,7 +119,7 @@ def test_command_line(toy, text_file, capsys):
         (["--ctx", "1"], "--ctx 1 is out of range"),
         (["--ctx", "100000"], "--ctx 100000 is out of range"),
         (["--windows", "0"], "--windows 0 is out of range"),
-        (["--stride", "64", "--ctx", "64"], "leaves gaps"),
+        (["--stride", "64", "--ctx", "64"], "--stride 64 is out of range"),
         (["--device", "toaster"], "--device toaster cannot be used"),
     ],
 )
