@@ -6,10 +6,13 @@ what is wrong, where, and what to do; what comes out is safe to build a model fr
 
 import json
 import math
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 
 class UserError(Exception):
@@ -20,7 +23,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "gemma2")
 ABSENT = object()  # the family does not know this key
 
 # What a config.json may say, and what stock transformers (5.24, configuration_*.py) assumes when it is silent.
-# A "?" marks a kind that may also be null. "size" is a whole number above 0, "number" a finite one above 0.
+# A "?" marks a kind that may also be null.
 CONFIG_KEYS = [
     # key                      kind      llama    mistral  qwen2    gemma2
     ("vocab_size",             "size",   32000,   32000,   151936,  256000),
@@ -52,17 +55,24 @@ CONFIG_KEYS = [
 FOREIGN_KEYS = {
     "quantization_config": "the weights are quantised",
     "compression_config": "the weights are quantised",
+    "quantization": "the weights are quantised",
     "num_experts": "it is a mixture of experts",
     "num_local_experts": "it is a mixture of experts",
+    "n_routed_experts": "it is a mixture of experts",
     "text_config": "it is a multimodal model",
     "vision_config": "it is a multimodal model",
+    "audio_config": "it is a multimodal model",
     "use_bidirectional_attention": "its attention is not causal",
+    "attention_chunk_size": "its attention is cut into chunks",
+    "per_layer_config": "its layers have different shapes",
 }
 ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
+                   "special_tokens_map.json", "added_tokens.json", "generation_config.json")  # fmt: skip
 STORED_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -76,7 +86,7 @@ class StoredTensor:
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    config: dict  # every key of CONFIG_KEYS that the family knows, "model_type", and "rope" with a "rope_theta"
+    config: dict  # the CONFIG_KEYS that the family knows, "model_type", "rope", and the "harp" alphas of pruned layers
     tensors: dict[str, StoredTensor]
 
     @property
@@ -87,22 +97,39 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Read config.json and the headers of the weight files; no weight is read yet. Raises UserError."""
     path = check_folder(path)
-    return Checkpoint(path, read_config(path), read_index(path))
+    checkpoint = Checkpoint(path, read_config(path), read_index(path))
+    n_layers, n_tensors = checkpoint.config["num_hidden_layers"], len(checkpoint.tensors)
+    if n_layers > n_tensors:  # seen before anything is built: a billion empty layers take forever too
+        raise UserError(f"{path / 'config.json'} has num_hidden_layers = {n_layers}, but there are {n_tensors} tensors")
+    return checkpoint
 
 
 def check_folder(path: str | Path) -> Path:
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"{path} does not exist; --ckpt takes the folder that holds config.json and *.safetensors")
+    takes = "--ckpt takes the folder that holds config.json and *.safetensors"
+    if not os.path.exists(path):  # unlike Path.exists, it also says no to a name that is too long
+        raise UserError(f"{path} does not exist; {takes}")
     if not path.is_dir():
-        raise UserError(f"{path} is a file; --ckpt takes the folder that holds config.json and *.safetensors")
+        raise UserError(f"{path} is a file; {takes}")
+    if not os.path.lexists(path / "config.json"):
+        raise UserError(f"{path} has no config.json{found_instead(path)}; {takes}")
     return path
+
+
+def has(file: Path) -> bool:
+    """Whether there is such a file. A folder, a pipe or a link that leads nowhere bears its name in vain: UserError."""
+    if os.path.isfile(file) or not os.path.lexists(file):
+        return os.path.isfile(file)
+    if file.is_symlink():
+        raise UserError(f"{file} is a link to {os.readlink(file)}, which is no file: copy the checkpoint with its links "
+                        "followed, or download it again")  # fmt: skip
+    raise UserError(f"{file} is not a file; download it again")
 
 
 def read_json(file: Path) -> dict:
     """A JSON object from a file, or a UserError that says why there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8")) if has(file) else None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -114,12 +141,19 @@ def read_json(file: Path) -> dict:
 
 def what_it_is(file: Path) -> str:
     """What often lies where a file should be, as a clause to put into a message, or an empty string."""
-    start = file.read_bytes()[:512] if file.stat().st_size < 1 << 20 else b""
+    with file.open("rb") as handle:
+        start = handle.read(512)
+    if not start:
+        return " (it is empty)"
     if start.startswith(b"version https://git-lfs"):
         return " (it is a git-lfs pointer, not the file itself: run `git lfs pull` in that folder)"
-    if start.lstrip().startswith((b"<", b'{"error')):
+    if re.match(rb'\s*(<|\{\s*"(error|message|detail)")', start):
         return " (it is a web page or an error message that was saved in the file's place)"
-    return " (it is empty)" if file.stat().st_size == 0 else ""
+    if not start.strip(b"\0"):
+        return " (it begins with zeros only: its download or its disk broke off)"
+    if start.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        return " (it begins with a byte-order mark: save it as UTF-8 without one)"
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------- config.json
@@ -128,15 +162,17 @@ def what_it_is(file: Path) -> str:
 def read_config(path: Path) -> dict:
     """config.json with the family's defaults filled in, and RoPE's facts under "rope" whatever their spelling."""
     file = path / "config.json"
-    if not file.exists():
-        raise UserError(f"{path} has no config.json; --ckpt takes a Hugging Face checkpoint folder")
     stored = read_json(file)
     family = stored.get("model_type")
     for key, why in FOREIGN_KEYS.items():
         if stored.get(key):
             raise UserError(f"{file} has {key!r}: {why}, which is not supported; use a plain dense checkpoint")
+    if stored.get("is_causal", True) is not True:
+        raise UserError(f"{file} has is_causal = {stored['is_causal']!r}; only causal attention is supported")
     if family not in FAMILIES:
         raise UserError(f"{file} has model_type {family!r}; supported are {', '.join(FAMILIES)}")
+    if family in ("llama", "mistral") and stored.get("layer_types"):  # stock takes such a Mistral for a Ministral
+        raise UserError(f"{file} has layer_types, which {family} does not know; it is a model of another family")
     config = {"model_type": family}
     for key, kind, *defaults in CONFIG_KEYS:
         default = defaults[FAMILIES.index(family)]
@@ -144,7 +180,7 @@ def read_config(path: Path) -> dict:
             continue
         config[key] = stored.get(key, default)
         if not is_of_kind(config[key], kind):
-            raise UserError(f"{file} has {key} = {config[key]!r}, expected {KIND_NAMES[kind.rstrip('?')]}")
+            raise UserError(f"{file} has {key} = {config[key]!r:.80}, expected {KIND_NAMES[kind.rstrip('?')]}")
     if config["num_key_value_heads"] is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
     if config["num_attention_heads"] % config["num_key_value_heads"]:
@@ -160,7 +196,22 @@ def read_config(path: Path) -> dict:
         raise UserError(f"{file} has head_dim = {config['head_dim']}, expected an even number (RoPE turns pairs)")
     config["rope"] = read_rope(file, stored)
     config["rope"].setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    config["harp"] = read_harp(file, stored, config["num_hidden_layers"])
     return config
+
+
+def read_harp(file: Path, stored: dict, n_layers: int) -> dict[int, float]:
+    """Layer -> alpha of what `load_weights.save` wrote; empty for an ordinary checkpoint."""
+    if "harp" not in stored:
+        return {}
+    harp = stored["harp"]
+    alphas = harp.get("alphas") if isinstance(harp, dict) and harp.get("version") == 1 else None
+    layers = {str(layer): layer for layer in range(n_layers)}
+    if not isinstance(alphas, dict) or not alphas.keys() <= layers.keys():
+        raise UserError(f"{file} has a 'harp' object that this version cannot read; prune the original again")
+    if not all(value == 0 or is_of_kind(value, "number") for value in alphas.values()):
+        raise UserError(f"{file} has an alpha in 'harp' that is not a finite number of at least 0")
+    return {layers[name]: float(value) for name, value in alphas.items()}
 
 
 KIND_NAMES = {
