@@ -105,7 +105,7 @@ def test_command_line(toy, text_file, capsys):
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["model", "device", "text", "ppl"]
-    assert "BOS at the start of the text" in out and "windows of 64" in out and "bits per byte" in out
+    assert "BOS at the start" in out and "windows of 64" in out and "bits per byte" in out
     assert max(map(len, lines)) <= 80 or text_file in out
     assert eval_ppl.main(["--ckpt", str(toy), "--text", text_file, "--ctx", "64", "--bos", "none"]) == 0
     assert "no BOS" in capsys.readouterr().out
