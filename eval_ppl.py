@@ -151,10 +151,21 @@ class Setup:
     ctx: int
     description: str
 
-    def load(self) -> Transformer:
-        """Read the weights, and say on stderr what was read and how long it took."""
+    @property
+    def streams(self) -> bool:
+        """Whether the model is larger than what is free on the GPU, so that it cannot be there all at once."""
+        needed = parameters(self.config) * self.dtype.itemsize
+        return self.device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(self.device)[0]
+
+    def load(self, lowest: int | None = None) -> Transformer:
+        """Read the weights, and say on stderr what was read and how long it took. Of a model that streams, only the
+        embedding, the head and the layers from `lowest` up are put on the device."""
         started = time.perf_counter()
-        model = load(self.checkpoint.path, self.dtype, self.device)
+        if self.streams:
+            model = load(self.checkpoint.path, self.dtype)
+            put_on(self.device, model, range(self.config.n_layers)[lowest:] if lowest is not None else ())
+        else:
+            model = load(self.checkpoint.path, self.dtype, self.device)
         stored = dtype_name(stored_dtype(self.checkpoint))
         print(
             f"loaded {len(self.checkpoint.tensors)} tensors, {self.checkpoint.n_bytes / 1e6:,.0f} MB of {stored}, "
@@ -162,6 +173,13 @@ class Setup:
             file=sys.stderr,
         )
         return model
+
+
+def put_on(device: torch.device, model: Transformer, layers: Iterable[int]) -> None:
+    """Move what every window needs all the time to the device; `advance` streams the other blocks there."""
+    for part in (model.embed_tokens, model.norm, model.lm_head, *(model.blocks[layer] for layer in layers)):
+        if part is not None:
+            part.to(device)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, text: str) -> None:

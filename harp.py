@@ -16,14 +16,14 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import cost
-from checkpoint import Checkpoint, UserError, read_json
+from checkpoint import Checkpoint, UserError, open_checkpoint, read_json
 from eval_ppl import (
     Setup,
     Window,
@@ -39,7 +39,7 @@ from eval_ppl import (
     read_windows,
     score,
 )
-from load_weights import load, save, stored_dtype
+from load_weights import save, stored_dtype
 from model import ModelConfig, Transformer
 
 TOP = 8
@@ -69,6 +69,7 @@ def search(
     grid: Sequence[float],
     *,
     method: str = "grid",
+    sweeps: int = 0,
     done: Sequence[Step] = (),
     on_trial: Callable[[int, int], None] = lambda layer, trials: None,
     on_step: Callable[[Step], None] = lambda step: None,
@@ -81,19 +82,31 @@ def search(
     The textbook loop runs the whole model for every alpha of every layer. But whatever lies below the searched layer
     does not depend on its alpha, so that is computed once: same numbers, a fraction of the work.
 
-    `method` is a key of METHODS. `done` holds the steps of an earlier, interrupted search. `on_trial(layer, trials)`
-    and `on_step(step)` hear of progress. Raises UserError if a layer has no finite perplexity at any alpha.
+    `method` is a key of METHODS. `sweeps` searches every layer again that many times, with all the others pruned
+    (coordinate descent; ours, not the paper's). `done` holds the steps of an earlier, interrupted search.
+    `on_trial(layer, trials)` and `on_step(step)` hear of progress. Raises UserError if a layer has no finite
+    perplexity at any alpha.
     """
     order = sorted(set(layers), reverse=True)
     steps = list(done)
-    set_alphas(model, {step.layer: step.alpha for step in steps})
+    set_alphas(model, alphas_after(steps))
     lowest = order[-1]
     at_lowest = advance(model, embed(model, windows), range(lowest))  # the one tensor of hidden states that is kept
-    for layer in order[len(steps) :]:
+    for layer in (order * (1 + sweeps))[len(steps) :]:
+        before = alphas_after(steps).get(layer)
         inputs = advance(model, at_lowest, range(lowest, layer))
-        steps.append(search_layer(model, windows, layer, inputs, grid, method, on_trial))
-        on_step(steps[-1])
+        step = search_layer(model, windows, layer, inputs, grid, method, on_trial)
+        if before is not None and step.ppl >= steps[-1].ppl:  # a sweep only ever improves
+            step = replace(step, alpha=before, ppl=steps[-1].ppl)
+            model.blocks[layer].alpha = before
+        steps.append(step)
+        on_step(step)
     return steps
+
+
+def alphas_after(steps: Sequence[Step]) -> dict[int, float]:
+    """Layer -> alpha; of a layer that was searched more than once, the last."""
+    return {step.layer: step.alpha for step in steps}
 
 
 def search_layer(
@@ -167,20 +180,15 @@ def set_alphas(model: Transformer, alphas: Mapping[int, float]) -> None:
 
 
 def heldout_perplexities(
-    model: Transformer, windows: Sequence[Window], alphas: Mapping[int, float]
+    model: Transformer, windows: Sequence[Window], variants: Mapping[str, Mapping[int, float]]
 ) -> dict[str, float | None]:
-    """Perplexity on a text that the search has not seen: dense, the same layers at alpha 1 and at alpha 0, and with
-    the searched alphas, which the model carries afterwards. None: not finite."""
-    lowest = min(alphas)
+    """Perplexity of the model pruned in several ways, each a dict layer -> alpha, on a text that the search has not
+    seen. None: not finite. The model carries the last variant's alphas afterwards."""
+    lowest = min(layer for alphas in variants.values() for layer in alphas)
     at_lowest = advance(model, embed(model, windows), range(lowest))
     found = {}
-    for name, variant in (
-        ("dense", {}),
-        ("alpha_1", dict.fromkeys(alphas, 1.0)),
-        ("alpha_0", dict.fromkeys(alphas, 0.0)),
-        ("pruned", alphas),
-    ):
-        set_alphas(model, variant)
+    for name, alphas in variants.items():
+        set_alphas(model, alphas)
         ppl = score(model, advance(model, at_lowest, range(lowest, len(model.blocks))), windows).ppl
         found[name] = ppl if math.isfinite(ppl) else None
     return found
@@ -243,6 +251,7 @@ def run_identity(args: argparse.Namespace, setup: Setup, layers: list[int], grid
         "layers": layers,
         "grid": grid,
         "search": args.search,
+        "sweeps": args.sweeps,
         "ctx": setup.ctx,
         "windows": windows,
         "BOS rule": setup.tokenizer.bos_rule,
@@ -290,8 +299,8 @@ def write_json(file: Path, content: dict) -> None:
     os.replace(temporary, file)
 
 
-def alphas_of(report: dict) -> dict[int, float]:
-    return {step["layer"]: step["alpha"] for step in report["steps"]}
+def steps_of(report: dict) -> list[Step]:
+    return [Step(**step | {"tried": tuple(map(tuple, step["tried"]))}) for step in report["steps"]]
 
 
 # -------------------------------------------------------------------------------------------------- the command line
@@ -307,6 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     method.add_argument("--grid", default=GRID, help="alphas to try: 0,0.1,1 or first:last:step (default: %(default)s)")
     method.add_argument("--search", default="grid", choices=list(METHODS), help="try all alphas of the grid (default), "
                         "or few of them, trusting that perplexity has one valley")  # fmt: skip
+    method.add_argument("--sweeps", type=int, default=0, metavar="N",
+                        help="afterwards search every layer again, N times (default: 0)")  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="DIR", help="result folder (default: out/<model>-harp<N>)")
     output.add_argument("--heldout", default=own_text("heldout.txt"), metavar="FILE",
@@ -332,10 +343,14 @@ def run(args: argparse.Namespace) -> None:
     if setup.checkpoint.config["harp"]:
         raise UserError(f"{path} is pruned already; its perplexity: python eval_ppl.py --ckpt {path}")
     layers = choose_layers(args.top, args.layers, setup.config.n_layers)
+    if args.sweeps < 0:
+        raise UserError(f"--sweeps {args.sweeps} is out of range: it takes a whole number, 0 or more")
     count = (4 if args.ckpt is None else 16) if args.windows is None else args.windows
     windows = read_windows(setup, args.text, count)
     heldout = read_windows(setup, args.heldout, count)
     prompt = None if args.prompt is None else prompt_ids(args.prompt, setup)
+    if prompt is not None and setup.streams:
+        raise UserError("--prompt needs the whole model on the device, which has too little memory; leave it out")
     name = path.resolve().name
     out = args.out or Path("out") / f"{name}-harp{len(layers)}"
     partial = out.with_name(out.name + ".partial")
@@ -352,20 +367,27 @@ def run(args: argparse.Namespace) -> None:
 
     print(setup.description)
     print(describe_windows(args.text, windows, setup.ctx, setup.tokenizer.bos_rule), flush=True)
-    model = None if finished and prompt is None else setup.load()
+    model = None if finished and prompt is None else setup.load(min(layers))
     if finished:
         print_steps(report)
     else:
         partial.mkdir(parents=True, exist_ok=True)
-        run_search(model, windows, layers, grid, args.search, report, partial / "harp.json")
-        report["heldout_ppl"] = heldout_perplexities(model, heldout, alphas_of(report))
+        run_search(model, windows, layers, grid, args.search, args.sweeps, report, partial / "harp.json")
+        steps = steps_of(report)
+        report["heldout_ppl"] = heldout_perplexities(model, heldout, {
+            "dense": {},
+            "alpha_1": dict.fromkeys(layers, 1.0),
+            "alpha_0": dict.fromkeys(layers, 0.0),
+            "greedy": alphas_after(steps[: len(layers)]),
+            "pruned": alphas_after(steps),
+        })  # fmt: skip
     print_summary(report, args.heldout, setup.config)
     if prompt is not None:
-        print_continuations(model, setup, prompt, alphas_of(report))
+        print_continuations(model, setup, prompt, alphas_after(steps_of(report)))
     if not finished:
         save(model, partial, path, stored_dtype(setup.checkpoint))
         del model  # the saved one takes its place in memory
-        saved = perplexity(load(partial, setup.dtype, setup.device), heldout).ppl
+        saved = perplexity(replace(setup, checkpoint=open_checkpoint(partial)).load(), heldout).ppl
         report["heldout_ppl"]["saved"] = saved if math.isfinite(saved) else None
         write_json(partial / "harp.json", report)
         partial.rename(out)
@@ -379,6 +401,7 @@ def run_search(
     layers: list[int],
     grid: list[float],
     method: str,
+    sweeps: int,
     report: dict,
     state: Path,
 ) -> None:
@@ -389,36 +412,45 @@ def run_search(
             raise UserError(f"the unpruned model's perplexity is {report['dense_ppl']}; try --dtype float32")
         write_json(state, report)
     print_steps(report)
-    done = [Step(**step | {"tried": tuple(map(tuple, step["tried"]))}) for step in report["steps"]]
-    progress = Progress(model.config, windows, layers, len(grid), len(done))
+    done = steps_of(report)
+    order = (layers * (1 + sweeps))[len(done) :]
+    progress = Progress(model.config, windows, order, count_trials(method, grid))
 
     def on_step(step: Step) -> None:
         report["steps"].append(asdict(step))
         write_json(state, report)
         progress.clear()
-        print_step(report["steps"][-1], report["dense_ppl"])
+        print_step(step, report["dense_ppl"])
 
-    search(model, windows, layers, grid, method=method, done=done, on_trial=progress.show, on_step=on_step)
+    search(
+        model, windows, layers, grid,
+        method=method, sweeps=sweeps, done=done, on_trial=progress.show, on_step=on_step,
+    )  # fmt: skip
+
+
+def count_trials(method: str, grid: Sequence[float]) -> int:
+    """How many alphas a method tries, found by letting it search a slope."""
+    tried = set()
+    METHODS[method](grid, lambda alpha: tried.add(alpha) or alpha)
+    return len(tried)
 
 
 class Progress:
     """How far a search is and how long the rest will take, on stderr. The estimate goes by counted operations, since
     trials grow dearer as the search moves down."""
 
-    def __init__(self, config: ModelConfig, windows: Sequence[Window], layers: Sequence[int], trials: int, done: int):
+    def __init__(self, config: ModelConfig, windows: Sequence[Window], order: Sequence[int], trials: int):
         tokens, scored = len(windows[0].ids), len(windows[0].targets)
-        pruned = dict.fromkeys(layers, 1.0)
+        pruned = dict.fromkeys(order, 1.0)
         self.trials = trials
-        self.layers = layers[done:]
-        self.trial_work = [cost.trial_flops(config, layer, tokens, scored, pruned) for layer in self.layers]
-        self.work_before = sum(cost.layer_flops(config, layer, tokens, None) for layer in range(min(layers)))
+        self.trial_work = {layer: cost.trial_flops(config, layer, tokens, scored, pruned) for layer in order}
+        self.done = sum(cost.layer_flops(config, layer, tokens, None) for layer in range(min(order, default=0)))
+        self.total = self.done + trials * sum(self.trial_work[layer] for layer in order)
         self.started = time.perf_counter()
 
     def show(self, layer: int, tried: int) -> None:
-        at = self.layers.index(layer)
-        finished = self.work_before + self.trials * sum(self.trial_work[:at]) + tried * self.trial_work[at]
-        total = self.work_before + self.trials * sum(self.trial_work)
-        left = (time.perf_counter() - self.started) * (total / finished - 1)
+        self.done += self.trial_work[layer]
+        left = (time.perf_counter() - self.started) * max(0, self.total / self.done - 1)
         line = f"layer {layer} · {tried} of {self.trials} alphas tried · about {clock(left)} left"
         if sys.stderr.isatty():
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
@@ -443,15 +475,14 @@ def window_facts(file: str, windows: Sequence[Window]) -> dict:
 
 def print_steps(report: dict) -> None:
     print(f"dense    ppl {report['dense_ppl']:.4f}", flush=True)
-    for step in report["steps"]:
+    for step in steps_of(report):
         print_step(step, report["dense_ppl"])
 
 
-def print_step(step: dict, dense: float) -> None:
+def print_step(step: Step, dense: float) -> None:
     print(
-        f"layer {step['layer']:>2} | alpha {step['alpha']:<4g} | "
-        f"ppl {step['ppl']:9.4f} ({step['ppl'] / dense - 1:+7.1%}) | "
-        f"{len(step['tried'])} tried | {clock(step['seconds'])}",
+        f"layer {step.layer:>2} | alpha {step.alpha:<4g} | ppl {step.ppl:9.4f} ({step.ppl / dense - 1:+7.1%}) | "
+        f"{len(step.tried)} tried | {clock(step.seconds)}",
         flush=True,
     )
 
@@ -461,13 +492,16 @@ def ppl_text(ppl: float | None) -> str:
 
 
 def print_summary(report: dict, heldout_file: str, config: ModelConfig) -> None:
-    alphas, ppl = alphas_of(report), report["heldout_ppl"]
+    steps, ppl = steps_of(report), report["heldout_ppl"]
+    alphas = alphas_after(steps)
     tokens = min(65536, config.max_position_embeddings)
     parameters = cost.linear_parameters(config, alphas) / cost.linear_parameters(config) - 1
     cache = cost.kv_bytes(config, 1, alphas) / cost.kv_bytes(config, 1) - 1
     prefill = cost.prefill_flops(config, tokens, alphas) / cost.prefill_flops(config, tokens) - 1
     print(f"heldout  {heldout_file} · dense {ppl_text(ppl['dense'])} -> pruned {ppl_text(ppl['pruned'])}")
     print(f"         same layers at alpha 1: {ppl_text(ppl['alpha_1'])}, at alpha 0: {ppl_text(ppl['alpha_0'])}")
+    if len(steps) > len(alphas):
+        print(f"         before the sweeps: {ppl_text(ppl['greedy'])}")
     print(f"saved    linear parameters {parameters:+.2%} · KV cache {cache:+.1%}")
     print(f"         FLOPs of a prefill of {tokens:,} tokens {prefill:+.1%}")
 

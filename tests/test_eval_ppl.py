@@ -85,6 +85,18 @@ def test_stages_make_up_the_model(text_ids):
         assert torch.equal(model.head(hiddens[0]), model(windows[0].ids[None]))
 
 
+def test_blocks_elsewhere_are_streamed_and_stay_where_they_are(text_ids):
+    """There is no second device here with memory of its own; torch's "meta" device stands in for one."""
+    model, windows = load(GOLDEN / "llama"), make_windows(text_ids, 32)
+    there = advance(model, embed(model, windows), range(5), torch.device("meta"))
+    assert {h.device.type for h in there} == {"meta"} and there[0].shape == (1, 32, 64)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    eval_ppl.put_on(torch.device("meta"), model, range(3, 5))
+    assert model.device.type == "meta"
+    on_it = [{p.device.type for p in block.parameters()} for block in model.blocks]
+    assert on_it == [{"cpu"}, {"cpu"}, {"cpu"}, {"meta"}, {"meta"}]
+
+
 def test_overflow_is_infinite_and_not_an_exception():
     assert eval_ppl.Perplexity(nll=1e6, tokens=10, windows=1).ppl == math.inf
     assert math.isnan(eval_ppl.Perplexity(nll=math.nan, tokens=10, windows=1).ppl)

@@ -72,6 +72,19 @@ def test_a_search_goes_on_where_it_was(windows):
     assert [(s.layer, s.alpha, s.ppl) for s in rest] == [(s.layer, s.alpha, s.ppl) for s in whole]
 
 
+def test_sweeps_only_ever_improve(windows):
+    """From alphas that are far too large, two sweeps come down step by step and end where the model says they do."""
+    model, loud = load(GOLDEN / "mistral"), {4: 1.0, 3: 1.0, 2: 1.0}
+    set_alphas(model, loud)
+    start = perplexity(model, windows).ppl
+    done = [Step(layer, alpha, start, ((alpha, start),), 0.0) for layer, alpha in loud.items()]
+    steps = search(model, windows, [4, 3, 2], GRID, sweeps=2, done=done)
+    assert [step.layer for step in steps] == [4, 3, 2] * 3
+    assert all(later.ppl <= earlier.ppl for earlier, later in zip(steps[2:], steps[3:]))
+    assert steps[5].ppl < start
+    assert perplexity(model, windows).ppl == pytest.approx(steps[-1].ppl, rel=1e-6)
+
+
 def test_what_is_not_finite_never_wins(windows, monkeypatch):
     true_score = harp.score
 
