@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,13 +91,16 @@ class Perplexity:
         return math.exp(mean) if mean < 700 else mean * math.inf  # too large for a float; nan stays nan
 
 
-def perplexity(model: Transformer, windows: Sequence[Window]) -> Perplexity:
-    """exp(summed NLL / tokens scored), over all windows."""
+def perplexity(
+    model: Transformer, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows_done: None
+) -> Perplexity:
+    """exp(summed NLL / tokens scored), over all windows; `on_progress` hears how many are done."""
     parts = []
     for first in range(0, len(windows), WINDOWS_AT_ONCE):
         some = windows[first : first + WINDOWS_AT_ONCE]
         hiddens = advance(model, embed(model, some), range(len(model.blocks)))
         parts.append(score(model, hiddens, some))
+        on_progress(first + len(some))
     return Perplexity(sum(p.nll for p in parts), sum(p.tokens for p in parts), len(windows))
 
 
@@ -305,6 +308,19 @@ def short_count(n: int) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
 
 
+def show_status(line: str, keep: bool) -> None:
+    """Progress on stderr: in a terminal each line overwrites the one before, elsewhere only those to `keep` appear."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+    elif keep:
+        print(line, file=sys.stderr)
+
+
+def clear_status() -> None:
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes}:{seconds:02d}"
@@ -335,7 +351,13 @@ def evaluate(args: argparse.Namespace) -> None:
     print(describe_windows(args.text, windows, setup.ctx, bos_rule), flush=True)
     model = setup.load()
     started = time.perf_counter()
-    result = perplexity(model, windows)
+
+    def on_progress(done: int) -> None:
+        left = (time.perf_counter() - started) * (len(windows) / done - 1)
+        show_status(f"{done} of {len(windows)} windows · about {clock(left)} left", keep=done < len(windows))
+
+    result = perplexity(model, windows, on_progress)
+    clear_status()
     if not math.isfinite(result.ppl):
         raise UserError(f"the perplexity is {result.ppl}: the weights are damaged or overflow; try --dtype float32")
     scored_bytes = sum(setup.tokenizer.byte_count(window.targets.tolist()) for window in windows)

@@ -29,6 +29,7 @@ from eval_ppl import (
     Window,
     add_run_arguments,
     advance,
+    clear_status,
     clock,
     describe_windows,
     dtype_name,
@@ -38,6 +39,7 @@ from eval_ppl import (
     prepare,
     read_windows,
     score,
+    show_status,
 )
 from load_weights import save, stored_dtype
 from model import ModelConfig, Transformer
@@ -280,7 +282,7 @@ def sampled_hash(checkpoint: Checkpoint) -> str:
 def earlier_report(folder: Path, identity: dict) -> dict | None:
     """The report that an earlier run of the same identity left in `folder`, or None if there is no such folder.
     Raises UserError if the folder is anything else; it is left as it is."""
-    if not folder.exists():
+    if not folder.exists() or not any(folder.iterdir()):
         return None
     if not (folder / "harp.json").exists():
         raise UserError(f"{folder} exists and is no run of harp.py; name another folder with --out")
@@ -406,6 +408,7 @@ def run_search(
     state: Path,
 ) -> None:
     """Search, or go on with the search that `report` is of. After every layer the report is in the file `state`."""
+    write_json(state, report)
     if "dense_ppl" not in report:
         report["dense_ppl"] = perplexity(model, windows).ppl
         if not math.isfinite(report["dense_ppl"]):
@@ -419,7 +422,7 @@ def run_search(
     def on_step(step: Step) -> None:
         report["steps"].append(asdict(step))
         write_json(state, report)
-        progress.clear()
+        clear_status()
         print_step(step, report["dense_ppl"])
 
     search(
@@ -452,14 +455,7 @@ class Progress:
         self.done += self.trial_work[layer]
         left = (time.perf_counter() - self.started) * max(0, self.total / self.done - 1)
         line = f"layer {layer} · {tried} of {self.trials} alphas tried · about {clock(left)} left"
-        if sys.stderr.isatty():
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-        elif tried == self.trials:
-            print(line, file=sys.stderr)
-
-    def clear(self) -> None:
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        show_status(line, keep=tried == self.trials)
 
 
 # ----------------------------------------------------------------------------------------------------------- printing
