@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -394,7 +395,9 @@ def run(args: argparse.Namespace) -> None:
         write_json(partial / "harp.json", report)
         partial.rename(out)
     print(f"wrote    {out} · reloaded from there: ppl {ppl_text(report['heldout_ppl']['saved'])}")
-    print(f"         python eval_ppl.py --ckpt {out}")
+    text = [] if args.heldout == own_text("heldout.txt") else ["--text", args.heldout]
+    command = ["python", "eval_ppl.py", "--ckpt", str(out), *text, "--ctx", str(setup.ctx), "--windows", str(count)]
+    print(shlex.join(command))  # gives the same number
 
 
 def run_search(

@@ -368,7 +368,7 @@ class Transformer(nn.Module):
         for _ in range(max_new_tokens):
             newest = self.head(self.hidden(newest, cache)[:, -1:]).argmax(-1)  # (B, 1)
             ids = torch.cat((ids, newest), dim=1)
-            stopped |= torch.isin(newest[:, 0], torch.tensor(stop_ids, device=ids.device))
+            stopped |= torch.isin(newest[:, 0], torch.tensor(stop_ids, dtype=ids.dtype, device=ids.device))
             if stopped.all():
                 break
         return ids

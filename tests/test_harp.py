@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -196,9 +197,8 @@ def test_the_saved_perplexity_is_what_eval_ppl_says(command, tmp_path, capsys):
     import eval_ppl
 
     assert harp.main([*command, "--layers", "4,1", "--heldout", str(tmp_path / "text.txt")]) == 0
-    capsys.readouterr()
-    arguments = command[2:-2]
-    assert eval_ppl.main(["--ckpt", str(tmp_path / "out"), *arguments]) == 0
+    printed_command = capsys.readouterr().out.splitlines()[-1]
+    assert eval_ppl.main(shlex.split(printed_command)[2:]) == 0
     printed = float(re.search(r"ppl +([\d.]+)", capsys.readouterr().out)[1])
     assert printed == pytest.approx(read_report(tmp_path / "out")["heldout_ppl"]["saved"], abs=1e-4)
 
