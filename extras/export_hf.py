@@ -1,0 +1,315 @@
+"""A pruned model for other people's software: stock architecture, stock names, no custom code.
+
+    python -m extras.export_hf --ckpt out/pruned --out out/for-transformers
+
+Stock software always attends, so a pruned layer becomes an attention in which every token looks at itself alone:
+
+    spike    q and k have no weights, only constant biases. RoPE turns these, so that scores depend on the distance
+             alone, and at distance 0 they are so much higher that softmax gives the token itself exactly 1.
+    window   sliding_window = 1 in the pruned layers. A model has one window, so layers that had another get full
+             attention, and the export is exact only as far as theirs reached.
+
+An export does all the work of full attention and keeps the whole KV cache: it is there to be evaluated and to be run by
+other engines, not to be fast.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, open_checkpoint, read_json
+from eval_ppl import choose_dtype, dtype_name
+from extras.model_card import model_card
+from extras.spike import make_spike
+from load_weights import checkpoint_names, load, model_config, stored_dtype
+from model import Attention, Block, ModelConfig, RMSNorm, Transformer
+
+# Whose architecture an export has. Stock Mistral has no biases and stock Llama no windows; Qwen2 is the same arithmetic
+# with biases on q, k and v and a choice of window in every layer.
+SPIKE_FAMILIES = {"llama": "llama", "mistral": "qwen2", "qwen2": "qwen2", "gemma2": "gemma2"}
+WINDOW_FAMILIES = SPIKE_FAMILIES | {"llama": "qwen2"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gemma2": "Gemma2ForCausalLM"}
+NEEDED_LEAD = 40.0  # softmax weights of exp(-40) are lost in float32, even 131,072 of them together
+NEW_TOKENS = 64  # that the check decodes
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of the largest logit
+DROPPED_KEYS = ("harp", "rope", "rope_parameters", "dtype", "auto_map", "cache_implementation", "attention_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    encoding: str  # "spike" or "window"
+    family: str  # whose architecture the export has
+    config: ModelConfig  # of the export, a dense model; it is exact up to max_position_embeddings
+    spike: tuple[Tensor, Tensor] | None  # biases of q and k (`make_spike`)
+
+
+def make_plan(checkpoint: Checkpoint, encoding: str | None) -> Plan:
+    """Choose the encoding (None: a spike, unless a softcap flattens it) and what follows from it. Raises UserError."""
+    config, family, pruned = model_config(checkpoint.config), checkpoint.config["model_type"], checkpoint.config["harp"]
+    spike, lead = make_spike(config)
+    if encoding == "spike" and lead < NEEDED_LEAD:
+        raise UserError(f"a spike leads by {lead:.0f} of {NEEDED_LEAD:.0f} nats in this model; use --encoding window")
+    if encoding == "spike" or encoding is None and lead >= NEEDED_LEAD:
+        target = SPIKE_FAMILIES[family]
+        o_bias = target != "qwen2"  # what Llama and Gemma2 call attention_bias puts one on o_proj too
+        return Plan("spike", target, dataclasses.replace(config, qkv_bias=True, o_bias=o_bias), spike)
+    if family == "llama" and (config.o_bias or config.mlp_bias):
+        raise UserError("a Llama with biases on o_proj or the MLP has no window encoding; use --encoding spike")
+    others = [window for layer, window in enumerate(config.sliding_windows) if window and layer not in pruned]
+    config = dataclasses.replace(
+        config,
+        qkv_bias=config.qkv_bias or family != "gemma2",
+        sliding_windows=tuple(1 if layer in pruned else None for layer in range(config.n_layers)),
+        max_position_embeddings=min([config.max_position_embeddings, *others]),
+    )
+    return Plan("window", WINDOW_FAMILIES[family], config, None)
+
+
+# -------------------------------------------------------------------------------------------------------- the weights
+
+
+def make_dense_(model: Transformer, plan: Plan) -> None:
+    """Turn a pruned model into the dense one of `plan.config`, which computes the same, in place."""
+    for layer, block in enumerate(model.blocks):
+        if layer in model.pruned:
+            attend_again_(block, model.pruned[layer], layer, plan)
+        attn, config = block.attn, plan.config
+        for linear in [attn.q_proj, attn.k_proj, attn.v_proj] * config.qkv_bias + [attn.o_proj] * config.o_bias:
+            if linear.bias is None:  # a layer that was not pruned
+                linear.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features))
+
+
+def attend_again_(block: Block, alpha: float, layer: int, plan: Plan) -> None:
+    """Give a pruned block a full attention that adds what its V·O path with this alpha has added."""
+    config, dtype, old = plan.config, block.mlp_norm.weight.dtype, block.attn
+    block.attn = self_attention(layer, plan, dtype)
+    if old is None:  # alpha was 0: the values stay zero, and so the norms around them may be any
+        block.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset).to(dtype)
+        if config.post_norms:
+            block.attn_post_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset).to(dtype)
+    else:
+        for name, parameter in old.v_proj.named_parameters():
+            setattr(block.attn.v_proj, name, parameter)
+        block.attn.o_proj = unfold(old.o_proj, config)
+        if config.post_norms:  # w -> alpha * (1 + w) - 1, in float32
+            offset, norm = config.norm_offset, block.attn_post_norm
+            norm.weight = nn.Parameter(alpha * (offset + norm.weight.detach().float()) - offset)
+    block.attention_mode, block.alpha = "full", 1.0
+
+
+def self_attention(layer: int, plan: Plan, dtype: torch.dtype) -> Attention:
+    """An attention in which every token looks at itself alone, and sees zeros as yet."""
+    with torch.device("meta"):
+        attn = Attention(plan.config, layer)
+    zeros = {name: torch.zeros(parameter.shape, dtype=dtype) for name, parameter in attn.named_parameters()}
+    attn.load_state_dict(zeros, assign=True)
+    if plan.spike is not None:
+        for linear, pairs in zip((attn.q_proj, attn.k_proj), plan.spike):
+            linear.bias.data.view(-1, attn.head_dim)[:, : len(pairs)] = pairs  # in every head alike
+    return attn
+
+
+def unfold(folded: nn.Linear, config: ModelConfig) -> nn.Linear:
+    """o_proj with n_kv_heads inputs -> one with n_heads inputs (`model.Attention.fold_`, undone).
+
+    The first query head of a group gets the whole slice and the others zeros. Equal shares would do as well, were they
+    not rounded in groups of 3 or 7.
+    """
+    shape = len(folded.weight), config.n_kv_heads, config.n_heads // config.n_kv_heads, config.head_dim
+    weight = folded.weight.new_zeros(shape)
+    weight[:, :, 0] = folded.weight.detach().unflatten(1, (config.n_kv_heads, config.head_dim))
+    unfolded = nn.Linear(config.n_heads * config.head_dim, len(weight), bias=False, device="meta")
+    unfolded.weight, unfolded.bias = nn.Parameter(weight.flatten(1)), folded.bias
+    return unfolded
+
+
+# ---------------------------------------------------------------------------------------------------------- the files
+
+
+def write_export(model: Transformer, checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
+    """Write a model that `make_dense_` has changed, in the pruned folder's dtype, as a folder for stock software."""
+    folder.mkdir()
+    dtype, parameters = stored_dtype(checkpoint), model.state_dict()
+    # In bfloat16, a norm with a small alpha inside would be off by 1 to 2 %: whoever loads it may decide that
+    exact = {f"blocks.{layer}.attn_post_norm.weight" for layer in model.pruned}
+    weights = {
+        theirs: parameters[ours].to(torch.float32 if ours in exact else dtype).contiguous()
+        for theirs, ours in checkpoint_names(model).items()
+        if ours is not None
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in TOKENIZER_FILES:
+        if (checkpoint.path / name).exists():
+            shutil.copyfile(checkpoint.path / name, folder / name)
+    if plan.encoding == "window":  # with a window of 1, the default cache of transformers 5.24 shows all it ever saw
+        file = folder / "generation_config.json"
+        ends = {key: checkpoint.config[key] for key in ("bos_token_id", "eos_token_id")}
+        write_json(file, ends | (read_json(file) if file.exists() else {}) | {"cache_implementation": "static"})
+    write_json(folder / "config.json", export_config(checkpoint, plan))
+
+
+def export_config(checkpoint: Checkpoint, plan: Plan) -> dict:
+    """config.json of the export. No default is left to be filled in, since another family has others; RoPE has its
+    older spelling, which old and new software reads."""
+    config = read_json(checkpoint.path / "config.json") | checkpoint.config
+    config = {key: value for key, value in config.items() if key not in DROPPED_KEYS}
+    rope, windows = checkpoint.config["rope"], plan.config.sliding_windows
+    config |= {
+        "architectures": [ARCHITECTURES[plan.family]],
+        "model_type": plan.family,
+        "max_position_embeddings": plan.config.max_position_embeddings,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"},
+        "torch_dtype": dtype_name(stored_dtype(checkpoint)),
+    }
+    if rope["rope_type"] == "default":
+        config["rope_scaling"] = None
+    if plan.family != "qwen2":
+        config["attention_bias"] = plan.config.qkv_bias
+    if plan.family != "llama":
+        config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+        config["sliding_window"] = next(filter(None, windows), None)
+    if plan.family == "qwen2":
+        config["use_sliding_window"] = any(windows)
+        config["max_window_layers"] = windows.count(None)  # full layers come first, where software knows no list
+    return config
+
+
+def write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_report(checkpoint: Checkpoint) -> dict:
+    """harp.json; empty if the folder was saved without one. Raises UserError if it tells of other alphas."""
+    file = checkpoint.path / "harp.json"
+    if not file.exists():
+        return {}
+    report = read_json(file)
+    try:
+        alphas = {step["layer"]: step["alpha"] for step in report["steps"]}
+    except (KeyError, TypeError):
+        raise UserError(f"{file} is no report of harp.py; delete it, or prune the original again") from None
+    if alphas != checkpoint.config["harp"]:
+        raise UserError(f"{file} and config.json beside it tell of other layers or alphas; prune the original again")
+    return report
+
+
+def usage(plan: Plan) -> str:
+    """What an export's model card says about loading it."""
+    softcap, exact = plan.config.attn_softcap, plan.config.max_position_embeddings
+    eager = ', attn_implementation="eager"' if softcap else ""
+    return "\n".join([
+        f"A stock `{ARCHITECTURES[plan.family]}`, exact up to {exact:,} tokens:",
+        f'\n    AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto"{eager})\n',
+        f"Every pruned layer is an attention in which each token looks at itself alone (by a {plan.encoding}). It does "
+        "all the work of attention and keeps the whole KV cache: for evaluation and other engines, not for speed.",
+        *["Only eager attention applies this family's softcap."] * (softcap is not None),
+        *["Alpha is inside the norm after attention, and loading in bfloat16 rounds it."] * plan.config.post_norms,
+        *["Decode with a static cache, as generation_config.json says, or with none: with a window of 1, the default "
+          "cache of transformers 5.24 gives wrong text."] * (plan.encoding == "window"),
+    ])  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- the check
+
+
+@torch.inference_mode()
+def check(folder: Path, plan: Plan, ids: Tensor, new: int, expected: Tensor, dtype: torch.dtype) -> None:
+    """Compare what others compute from the folder with our logits `expected`, (1, T, V), of `ids`, (1, T), the last
+    `new` of which we decoded. Prints a line for each. Raises UserError where they differ."""
+    compare("ours", load(folder, dtype)(ids), expected, dtype)
+    if importlib.util.find_spec("transformers") is None:
+        print("stock    not checked: transformers is not installed")
+        return
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    for attention in ["eager"] if plan.config.attn_softcap else ["eager", "sdpa"]:
+        stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        compare(attention, stock(ids).logits, expected, dtype)
+        # the folder's own cache, but nothing else that a generation_config may ask for: sampling, penalties, stopping
+        cache = stock.generation_config.cache_implementation
+        stock.generation_config = transformers.GenerationConfig(cache_implementation=cache)
+        decoded = stock.generate(ids[:, :-new], max_new_tokens=new, do_sample=False)
+        if dtype == torch.float32 and not torch.equal(decoded, ids):  # bfloat16 has ties
+            raise UserError(f"transformers {transformers.__version__} ({attention}) decodes other tokens; not exported")
+
+
+def compare(name: str, logits: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Print the largest difference between two models' logits. Raises UserError if it is too large."""
+    difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
+    share = difference / largest
+    print(f"{name:8} largest logit difference {difference:.1e} · {share:.1e} of the largest logit", flush=True)
+    if not share <= TOLERANCE[dtype]:  # nor nan
+        raise UserError(f"the exported model computes something else ({name}); not exported")
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write a pruned model as a folder for stock transformers.")
+    parser.add_argument("--ckpt", required=True, metavar="DIR", help="pruned folder, written by harp.py")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("--encoding", choices=["spike", "window"], help="default: spike, where the model allows it")
+    parser.add_argument("--ctx", type=int, metavar="N", help="tokens of the check (default: 256, or what is exact)")
+    args = parser.parse_args(argv)
+    try:
+        export(args.ckpt, args.out, args.encoding, args.ctx)
+    except UserError as error:
+        print(f"export_hf.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def export(ckpt: str | Path, out: Path, encoding: str | None = None, ctx: int | None = None) -> None:
+    """Export the pruned folder `ckpt` to `out`, which appears only once it is checked on `ctx` tokens. Raises
+    UserError."""
+    checkpoint = open_checkpoint(ckpt)
+    alphas = checkpoint.config["harp"]
+    if not alphas:
+        raise UserError(f"{ckpt} is not pruned: transformers reads it as it is, and harp.py prunes it")
+    if out.exists():
+        raise UserError(f"{out} exists; name another folder with --out")
+    report, plan = read_report(checkpoint), make_plan(checkpoint, encoding)
+    exact = plan.config.max_position_embeddings
+    ctx = min(256, exact) if ctx is None else ctx
+    if not 2 <= ctx <= exact:
+        raise UserError(f"--ctx {ctx} is out of range: this export is exact for 2 to {exact:,} tokens")
+    dtype, why = choose_dtype("auto", checkpoint, plan.config, torch.device("cpu"))
+    model = load(ckpt, dtype)
+    print(f"model    {checkpoint.config['model_type']} · {len(alphas)} of {plan.config.n_layers} layers pruned")
+    print(f"export   {ARCHITECTURES[plan.family]} · {plan.encoding} · exact up to {exact:,} tokens")
+
+    new = min(NEW_TOKENS, ctx // 2)
+    print(f"check    {ctx} tokens, {new} of them decoded · {dtype_name(dtype)} ({why})", flush=True)
+    prompt = torch.randint(plan.config.vocab_size, (1, ctx - new), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        ids = model.generate(prompt, new)
+        expected = model(ids)
+    make_dense_(model, plan)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        folder = Path(scratch) / out.name
+        write_export(model, checkpoint, plan, folder)
+        del model  # what was written takes its place in memory
+        card = model_card(report.get("model", Path(ckpt).resolve().name), alphas, report, usage(plan))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        check(folder, plan, ids, new, expected, dtype)
+        folder.rename(out)
+    size = (out / "model.safetensors").stat().st_size
+    print(f"wrote    {out} · {size / 1e6:,.0f} MB of weights, {checkpoint.n_bytes / 1e6:,.0f} MB where it was pruned")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
