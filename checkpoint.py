@@ -43,7 +43,7 @@ CONFIG_KEYS = [
     ("sliding_window",         "size?",  ABSENT,  4096,    4096,    4096),
     ("use_sliding_window",     "flag",   ABSENT,  ABSENT,  False,   ABSENT),
     ("max_window_layers",      "count",  ABSENT,  ABSENT,  28,      ABSENT),
-    ("layer_types",            "list?",  ABSENT,  ABSENT,  None,    None),
+    ("layer_types",            "names?", ABSENT,  ABSENT,  None,    None),
     ("query_pre_attn_scalar",  "number", ABSENT,  ABSENT,  ABSENT,  256),
     ("attn_logit_softcapping", "number?", ABSENT, ABSENT,  ABSENT,  50.0),
     ("final_logit_softcapping", "number?", ABSENT, ABSENT, ABSENT,  30.0),
@@ -51,7 +51,7 @@ CONFIG_KEYS = [
     ("eos_token_id",           "ids?",   2,       2,       None,    1),
 ]  # fmt: skip
 
-# Keys of models that look like ours and are not; null or false is as good as absent.
+# Keys of models that look like ours and are not; null, false or 0 is as good as absent.
 FOREIGN_KEYS = {
     "quantization_config": "the weights are quantised",
     "compression_config": "the weights are quantised",
@@ -121,15 +121,17 @@ def has(file: Path) -> bool:
     if os.path.isfile(file) or not os.path.lexists(file):
         return os.path.isfile(file)
     if file.is_symlink():
-        raise UserError(f"{file} is a link to {os.readlink(file)}, which is no file: copy the checkpoint with its links "
-                        "followed, or download it again")  # fmt: skip
+        raise UserError(f"{file} is a link to {os.readlink(file)}, which is no file; download the checkpoint again, or "
+                        "copy it with its links followed")  # fmt: skip
     raise UserError(f"{file} is not a file; download it again")
 
 
 def read_json(file: Path) -> dict:
     """A JSON object from a file, or a UserError that says why there is none."""
+    if not has(file):
+        raise UserError(f"{file} does not exist; download it again")
     try:
-        content = json.loads(file.read_text(encoding="utf-8")) if has(file) else None
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -165,13 +167,13 @@ def read_config(path: Path) -> dict:
     stored = read_json(file)
     family = stored.get("model_type")
     for key, why in FOREIGN_KEYS.items():
-        if stored.get(key):
+        if stored.get(key) not in (None, False, 0):
             raise UserError(f"{file} has {key!r}: {why}, which is not supported; use a plain dense checkpoint")
     if stored.get("is_causal", True) is not True:
         raise UserError(f"{file} has is_causal = {stored['is_causal']!r}; only causal attention is supported")
     if family not in FAMILIES:
         raise UserError(f"{file} has model_type {family!r}; supported are {', '.join(FAMILIES)}")
-    if family in ("llama", "mistral") and stored.get("layer_types"):  # stock takes such a Mistral for a Ministral
+    if family in ("llama", "mistral") and "layer_types" in stored:  # stock takes such a Mistral for a Ministral
         raise UserError(f"{file} has layer_types, which {family} does not know; it is a model of another family")
     config = {"model_type": family}
     for key, kind, *defaults in CONFIG_KEYS:
@@ -194,6 +196,8 @@ def read_config(path: Path) -> dict:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     if config["head_dim"] % 2:
         raise UserError(f"{file} has head_dim = {config['head_dim']}, expected an even number (RoPE turns pairs)")
+    if config["num_attention_heads"] * config["head_dim"] > LARGEST:
+        raise UserError(f"{file}: num_attention_heads x head_dim is above {LARGEST:,}; download it again")
     config["rope"] = read_rope(file, stored)
     config["rope"].setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     config["harp"] = read_harp(file, stored, config["num_hidden_layers"])
@@ -214,13 +218,15 @@ def read_harp(file: Path, stored: dict, n_layers: int) -> dict[int, float]:
     return {layers[name]: float(value) for name, value in alphas.items()}
 
 
+# Far above any real size, and low enough that the entries of a matrix with such sides can still be counted.
+LARGEST = 1 << 28
 KIND_NAMES = {
-    "size": "a whole number above 0",
-    "count": "a whole number of at least 0",
-    "number": "a finite number above 0",
+    "size": f"a whole number from 1 to {LARGEST:,}",
+    "count": f"a whole number from 0 to {LARGEST:,}",
+    "number": "a number above 0 that float32 can hold",
     "flag": "true or false",
     "name": "a name",
-    "list": "a list",
+    "names": "a list of names",
     "ids": "a token id or a list of them",
 }
 
@@ -231,46 +237,57 @@ def is_of_kind(value: object, kind: str) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool)
     match kind.rstrip("?"):
         case "size":
-            return whole and value > 0
+            return whole and 0 < value <= LARGEST
         case "count":
-            return whole and value >= 0
+            return whole and 0 <= value <= LARGEST
         case "number":
-            return (whole or isinstance(value, float)) and 0 < value < math.inf
+            return (whole or isinstance(value, float)) and 1e-37 < value < 1e37
         case "flag":
             return isinstance(value, bool)
         case "name":
             return isinstance(value, str)
-        case "list":
-            return isinstance(value, list)
+        case "names":
+            return isinstance(value, list) and all(isinstance(item, str) for item in value)
         case "ids":
             return all(is_of_kind(i, "count") for i in (value if isinstance(value, list) else [value]))
 
 
 def read_rope(file: Path, stored: dict) -> dict:
     """RoPE's facts from either spelling: transformers 5 nests all of them in `rope_parameters`, transformers 4 has
-    `rope_theta` at the top and `rope_scaling` beside it. Where both stand, transformers 5's wins, as in stock."""
-    parameters, scaling = stored.get("rope_parameters") or {}, stored.get("rope_scaling") or {}
-    for key, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        if not isinstance(value, dict) or any(isinstance(v, dict) for v in value.values()):
-            raise UserError(f"{file} has a {key} that is not one flat object, which is not supported")
-    if parameters and scaling and parameters != scaling:
+    `rope_theta` at the top and `rope_scaling` beside it. Both may stand there if they say the same."""
+    spelled = [stored[key] for key in ("rope_parameters", "rope_scaling") if stored.get(key) not in (None, {})] or [{}]
+    facts = [rope_facts(file, stored, rope) for rope in spelled]
+    if facts[0] != facts[-1]:
         raise UserError(f"{file} has both rope_parameters and rope_scaling, and they differ; delete the wrong one")
-    rope = parameters or scaling
+    return facts[0]
+
+
+def rope_facts(file: Path, stored: dict, rope: object) -> dict:
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"{file} has RoPE parameters that are not one flat object, which is not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in ROPE_KEYS or rope.get("type", kind) != kind:
         raise UserError(f"{file} asks for RoPE scaling of type {kind!r}; supported are {', '.join(ROPE_KEYS)}")
     partial = rope.get("partial_rotary_factor", stored.get("partial_rotary_factor"))
     if partial not in (None, 1):
         raise UserError(f"{file} has partial_rotary_factor = {partial!r}; only whole-head RoPE is supported")
     facts = {"rope_type": kind, "rope_theta": rope.get("rope_theta", stored.get("rope_theta", 10000.0))}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+    extra = sorted(rope.keys() - known - set(ROPE_KEYS[kind]))
+    if extra:  # a factor without its rope_type, say: whoever wrote it meant something by it
+        raise UserError(f"{file} has {extra[0]!r}, which RoPE scaling of type {kind!r} does not use; one is wrong")
     for key in ROPE_KEYS[kind]:
         if key in rope:
             facts[key] = rope[key]
         elif key != "original_max_position_embeddings":  # stock falls back on max_position_embeddings
             raise UserError(f"{file} asks for RoPE scaling of type {kind!r} without {key!r}; download it again")
+    # stock lets this one stand at the top, too, and go before the one inside
+    outer = stored.get("original_max_position_embeddings")
+    if kind == "llama3" and outer is not None and facts.setdefault("original_max_position_embeddings", outer) != outer:
+        raise UserError(f"{file} has two original_max_position_embeddings, and they differ; delete the wrong one")
     for key, value in facts.items():
         if key != "rope_type" and not is_of_kind(value, "number"):
-            raise UserError(f"{file} has {key} = {value!r}, expected {KIND_NAMES['number']}")
+            raise UserError(f"{file} has {key} = {value!r:.80}, expected {KIND_NAMES['number']}")
     if kind == "llama3" and facts["low_freq_factor"] >= facts["high_freq_factor"]:
         raise UserError(f"{file}: RoPE's low_freq_factor must be smaller than its high_freq_factor")
     return facts
@@ -283,41 +300,50 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint: by the index, else the single file, else a complete set of
     numbered shards. Never a blind `*.safetensors`: some folders also hold the same weights under other names."""
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.exists():
+    if has(path / "adapter_config.json"):  # stock would add it to the weights beside it
+        raise UserError(f"{path} holds an adapter (adapter_config.json); merge it into its base model first")
+    if has(index):
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise UserError(f"{index} has no weight_map; download it again")
+        if not isinstance(weight_map, dict) or not weight_map or not all(map(is_file_name, weight_map.values())):
+            raise UserError(f"{index} has no weight_map from tensor names to file names; download it again")
         files = [path / name for name in sorted(set(weight_map.values()))]
-        if single.exists() and single not in files:
+        if has(single) and single not in files:
             raise UserError(f"{path} holds both model.safetensors and an index of other files; delete the stale one")
-    elif single.exists():
+    elif has(single):
         files = [single]
     else:
         shards = sorted(path.glob("model-*-of-*.safetensors"))
         total = shards[0].stem.rpartition("-of-")[2] if shards else ""
-        if not total.isdecimal():
+        if not re.fullmatch("[0-9]{1,5}", total):
             raise UserError(f"{path} has no model.safetensors{found_instead(path)}")
         files = [path / f"model-{i:0{len(total)}}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
-    missing = [file.name for file in files if not file.exists()]
+    missing = [file.name for file in files if not has(file)]
     if missing:
         raise UserError(f"{path} lacks {len(missing)} of {len(files)} weight files ({', '.join(missing[:3])}"
                         f"{', ...' if len(missing) > 3 else ''}); download them again")  # fmt: skip
     return files
 
 
+def is_file_name(name: object) -> bool:
+    """A plain name, not a path: what an index lists lies beside it."""
+    return isinstance(name, str) and name.endswith(".safetensors") and name.isprintable() and name == Path(name).name
+
+
 def found_instead(path: Path) -> str:
-    names = sorted(file.name for file in path.iterdir())
+    """What a folder without config.json or without weights holds in their place, as a clause for a message."""
+    names = sorted(os.listdir(path))
     for pattern, why in (
-        (".incomplete", "its download is not finished; run it again"),
-        ("consolidated", "Meta's and Mistral's consolidated files have another layout; take the Hugging Face files"),
-        (".gguf", "GGUF files are not read; take the safetensors checkpoint"),
-        (".bin", "pickled weights are not read; convert them to safetensors"),
-        (".pth", "pickled weights are not read; convert them to safetensors"),
+        (r"\.incomplete$", "its download is not finished; run it again"),
+        (r"^snapshots$", "it is a download cache, the checkpoint is one of the folders in snapshots"),
+        (r"^(consolidated.*|params\.json)$", "its maker's own files have another layout; take Hugging Face's"),
+        (r"\.gguf$", "GGUF files are not read; take the safetensors checkpoint"),
+        (r"\.(bin|pth|pt|ckpt|pkl)$", "pickled weights are not read; convert them to safetensors"),
+        (r"\.(h5|msgpack|npz|onnx)$", "only safetensors weights are read; convert them"),
     ):
-        found = [name for name in names if pattern in name]
+        found = [name for name in names if re.search(pattern, name)]
         if found:
             return f" but has {found[0]}: {why}"
-    return "; --ckpt takes a folder with safetensors weights"
+    return "; it is empty" if not names else ""
 
 
 def read_index(path: Path) -> dict[str, StoredTensor]:
@@ -328,26 +354,57 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():
                     entry = handle.get_slice(name)
+                    tensor = StoredTensor(file, entry.get_dtype(), tuple(entry.get_shape()))
                     if name in tensors:
                         raise UserError(f"{name} is in both {tensors[name].file.name} and {file.name} of {path}")
-                    if entry.get_dtype() not in STORED_DTYPES:
+                    if tensor.dtype not in STORED_DTYPES:
                         raise UserError(
-                            f"{name} in {file} is stored as {entry.get_dtype()}: quantised or integer weights are not "
+                            f"{name} in {file} is stored as {tensor.dtype}: quantised or integer weights are not "
                             f"supported; use a checkpoint in {', '.join(STORED_DTYPES)}"
                         )
-                    tensors[name] = StoredTensor(file, entry.get_dtype(), tuple(entry.get_shape()))
+                    if not math.prod(tensor.shape):
+                        raise UserError(f"{name} in {file} is empty (shape {list(tensor.shape)}); download it again")
+                    tensors[name] = tensor
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror or error}") from None
         except SafetensorError as error:
             raise UserError(
-                f"{file} ({file.stat().st_size:,} bytes) is not a complete safetensors file{what_it_is(file)}: "
-                f"{error}; download it again"
+                f"{file} ({size_facts(file)}) is not a complete safetensors file{what_it_is(file)}: {error}; "
+                "download it again"
             ) from None
     index = path / "model.safetensors.index.json"
-    if index.exists():
+    if has(index):
         listed = set(read_json(index)["weight_map"])
         if listed != set(tensors):
             name = sorted(listed ^ set(tensors))[0]
             where = "not in the files" if name in listed else "not in the index"
             raise UserError(f"{index} does not fit its files: {name} is {where}; download both again")
     return tensors
+
+
+def size_facts(file: Path) -> str:
+    """A safetensors file's size and the size that its header promises: 8 bytes, the header, the last offset."""
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        header_size = int.from_bytes(handle.read(8), "little")
+        header = handle.read(min(header_size, size))
+    ends = [int(end) for end in re.findall(rb'"data_offsets":\s*\[\s*\d+\s*,\s*(\d{1,15})\s*\]', header)]
+    promised = 8 + header_size + max(ends, default=0)
+    return f"{size:,} bytes" + (f", {promised:,} expected" if ends and size != promised else "")
+
+
+MAY_BE_ZERO = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "lm_head.weight", ".bias")
+
+
+def check_values(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with NaN or infinity in it, as it is or after conversion to another dtype, and one of zeros where
+    zeros can only be a hole in the file. One pass at the speed of memory, nothing is copied. Raises UserError."""
+    lowest, highest = (bound.item() for bound in tensor.aminmax())  # NaN if there is any
+    where = f"{name} in {checkpoint.tensors[name].file}"
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{where} holds NaN or infinity as {dtype}; download it again, or take --dtype float32")
+    # Gemma2 multiplies by 1 + weight: there a norm of zeros only normalises, and is what an untrained model has
+    no_hole = MAY_BE_ZERO + (("norm.weight",) if checkpoint.config["model_type"] == "gemma2" else ())
+    if lowest == highest == 0 and not name.endswith(no_hole):
+        raise UserError(f"{where} holds nothing but zeros, so that part of the file is missing; download it again")
