@@ -96,7 +96,7 @@ def test_means_what_it_means_to_stock(golden_copy, row):
 MOE, QUANTISED, MULTIMODAL = "mixture of experts", "quantised", "multimodal"
 REFUSED = [
     # other families and other kinds of model
-    *[("llama", dict(model_type=other), "supported are llama") for other in ("qwen3", "gemma3", "mixtral", "", None, [])],
+    *[("llama", dict(model_type=t), "supported are llama") for t in ("qwen3", "gemma3", "mixtral", "", None, [])],
     ("qwen2", dict(model_type="qwen2_moe", num_experts=60), MOE),
     ("mistral", dict(num_local_experts=8), MOE),
     ("llama", dict(n_routed_experts=8), MOE),
