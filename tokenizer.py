@@ -33,12 +33,15 @@ class SentencePieceTokenizer:
     def __init__(self, file: Path):
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
-        except RuntimeError:
+            self.pieces = self.model.id_to_piece([*range(self.model.vocab_size())])
+        except (RuntimeError, UnicodeDecodeError):
+            self.pieces = []
+        if not self.pieces:  # of an empty file sentencepiece makes a model without a vocabulary
             raise UserError(
                 f"{file} is neither a sentencepiece model nor a tiktoken file{what_it_is(file)}; download it again"
-            ) from None
+            )
         self.source = f"{file.name} (sentencepiece)"
-        self.vocab_size = self.model.vocab_size()
+        self.vocab_size = len(self.pieces)
         self.bos_id = self.model.bos_id() if self.model.bos_id() >= 0 else None
         self.bos_rule = "none"
 
@@ -59,10 +62,7 @@ class SentencePieceTokenizer:
 
     def byte_count(self, ids: list[int]) -> int:
         """UTF-8 bytes of text that the tokens stand for."""
-        return sum(1 if self.model.is_byte(i) else len(self.piece(i).encode()) for i in ids)
-
-    def piece(self, token: int) -> str:
-        return self.model.id_to_piece(token).replace("\u2581", " ")
+        return sum(1 if self.model.is_byte(i) else len(self.pieces[i].replace("\u2581", " ").encode()) for i in ids)
 
 
 class BPETokenizer:
