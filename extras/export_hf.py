@@ -41,7 +41,7 @@ WINDOW_FAMILIES = SPIKE_FAMILIES | {"llama": "qwen2"}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gemma2": "Gemma2ForCausalLM"}
 NEEDED_LEAD = 40.0  # softmax weights of exp(-40) are lost in float32, even 131,072 of them together
 NEW_TOKENS = 64  # that the check decodes
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of the largest logit
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # of the largest logit
 DROPPED_KEYS = ("harp", "rope", "rope_parameters", "dtype", "auto_map", "cache_implementation", "attention_bias")
 
 
@@ -237,12 +237,13 @@ def check(folder: Path, plan: Plan, ids: Tensor, new: int, expected: Tensor, dty
     for attention in ["eager"] if plan.config.attn_softcap else ["eager", "sdpa"]:
         stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
         compare(attention, stock(ids).logits, expected, dtype)
-        # the folder's own cache, but nothing else that a generation_config may ask for: sampling, penalties, stopping
-        cache = stock.generation_config.cache_implementation
-        stock.generation_config = transformers.GenerationConfig(cache_implementation=cache)
-        decoded = stock.generate(ids[:, :-new], max_new_tokens=new, do_sample=False)
-        if dtype == torch.float32 and not torch.equal(decoded, ids):  # bfloat16 has ties
-            raise UserError(f"transformers {transformers.__version__} ({attention}) decodes other tokens; not exported")
+        if dtype == torch.float32:  # bfloat16 has ties, and goes on differently after one
+            # with the folder's own cache, but without what generation_config.json may ask for: sampling, penalties
+            cache = stock.generation_config.cache_implementation
+            stock.generation_config = transformers.GenerationConfig(cache_implementation=cache)
+            options = {"max_new_tokens": new, "output_logits": True, "return_dict_in_generate": True}
+            steps = stock.generate(ids[:, :-new], do_sample=False, **options).logits  # `new` times (1, V)
+            compare("decoding", torch.stack(steps, dim=1), expected[:, -new - 1 : -1], dtype)
 
 
 def compare(name: str, logits: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
