@@ -7,7 +7,7 @@ Stock software always attends, so a pruned layer becomes an attention in which e
     spike    q and k have no weights, only constant biases. RoPE turns these, so that scores depend on the distance
              alone, and at distance 0 they are so much higher that softmax gives the token itself exactly 1.
     window   sliding_window = 1 in the pruned layers. A model has one window, so layers that had another get full
-             attention, and the export is exact only as far as theirs reached.
+             attention, and the export is exact only as far as theirs reached. For Qwen2 and Gemma2.
 
 An export does all the work of full attention and keeps the whole KV cache: it is there to be evaluated and to be run by
 other engines, not to be fast.
@@ -34,15 +34,14 @@ from extras.spike import make_spike
 from load_weights import checkpoint_names, load, model_config, stored_dtype
 from model import Attention, Block, ModelConfig, RMSNorm, Transformer
 
-# Whose architecture an export has. Stock Mistral has no biases and stock Llama no windows; Qwen2 is the same arithmetic
-# with biases on q, k and v and a choice of window in every layer.
-SPIKE_FAMILIES = {"llama": "llama", "mistral": "qwen2", "qwen2": "qwen2", "gemma2": "gemma2"}
-WINDOW_FAMILIES = SPIKE_FAMILIES | {"llama": "qwen2"}
+# Whose architecture an export has. Stock Mistral has no biases, and is a Llama but for them and its window. Qwen2 would
+# have both, but transformers 5.24 gives every folder of that family Qwen2's way of splitting text, silently.
+FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "gemma2": "gemma2"}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gemma2": "Gemma2ForCausalLM"}
 NEEDED_LEAD = 40.0  # softmax weights of exp(-40) are lost in float32, even 131,072 of them together
 NEW_TOKENS = 64  # that the check decodes
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # of the largest logit
-DROPPED_KEYS = ("harp", "rope", "rope_parameters", "dtype", "auto_map", "cache_implementation", "attention_bias")
+DROPPED_KEYS = ("harp", "rope", "rope_parameters", "dtype", "auto_map", "cache_implementation", "sliding_window")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,24 +54,25 @@ class Plan:
 
 def make_plan(checkpoint: Checkpoint, encoding: str | None) -> Plan:
     """Choose the encoding (None: a spike, unless a softcap flattens it) and what follows from it. Raises UserError."""
-    config, family, pruned = model_config(checkpoint.config), checkpoint.config["model_type"], checkpoint.config["harp"]
+    config, pruned = model_config(checkpoint.config), checkpoint.config["harp"]
+    family = FAMILIES[checkpoint.config["model_type"]]
     spike, lead = make_spike(config)
+    if encoding is None:
+        encoding = "spike" if lead >= NEEDED_LEAD or family == "llama" else "window"
+    if encoding == "window" and family == "llama":
+        raise UserError("stock Llama and Mistral have no windows layer by layer; use --encoding spike")
     if encoding == "spike" and lead < NEEDED_LEAD:
-        raise UserError(f"a spike leads by {lead:.0f} of {NEEDED_LEAD:.0f} nats in this model; use --encoding window")
-    if encoding == "spike" or encoding is None and lead >= NEEDED_LEAD:
-        target = SPIKE_FAMILIES[family]
-        o_bias = target != "qwen2"  # what Llama and Gemma2 call attention_bias puts one on o_proj too
-        return Plan("spike", target, dataclasses.replace(config, qkv_bias=True, o_bias=o_bias), spike)
-    if family == "llama" and (config.o_bias or config.mlp_bias):
-        raise UserError("a Llama with biases on o_proj or the MLP has no window encoding; use --encoding spike")
-    others = [window for layer, window in enumerate(config.sliding_windows) if window and layer not in pruned]
-    config = dataclasses.replace(
-        config,
-        qkv_bias=config.qkv_bias or family != "gemma2",
-        sliding_windows=tuple(1 if layer in pruned else None for layer in range(config.n_layers)),
-        max_position_embeddings=min([config.max_position_embeddings, *others]),
-    )
-    return Plan("window", WINDOW_FAMILIES[family], config, None)
+        hint = "" if family == "llama" else "; use --encoding window"
+        raise UserError(f"a spike stands out by {lead:.0f} nats here, and {NEEDED_LEAD:.0f} are needed{hint}")
+    if encoding == "spike":  # what Llama and Gemma2 call attention_bias puts a bias on o_proj too
+        config = dataclasses.replace(config, qkv_bias=True, o_bias=family != "qwen2")
+    windows = config.sliding_windows
+    if encoding == "window" or family == "llama":
+        windows = tuple(1 if encoding == "window" and layer in pruned else None for layer in range(config.n_layers))
+    lost = [old for old, new in zip(config.sliding_windows, windows) if old and new is None]
+    exact = min([config.max_position_embeddings, *lost])
+    config = dataclasses.replace(config, sliding_windows=windows, max_position_embeddings=exact)
+    return Plan(encoding, family, config, spike if encoding == "spike" else None)
 
 
 # -------------------------------------------------------------------------------------------------------- the weights
@@ -155,6 +155,10 @@ def write_export(model: Transformer, checkpoint: Checkpoint, plan: Plan, folder:
         file = folder / "generation_config.json"
         ends = {key: checkpoint.config[key] for key in ("bos_token_id", "eos_token_id")}
         write_json(file, ends | (read_json(file) if file.exists() else {}) | {"cache_implementation": "static"})
+    if plan.family != checkpoint.config["model_type"]:  # read the tokenizer's files as they are, not as this family's
+        file = folder / "tokenizer_config.json"
+        stored = read_json(file) if file.exists() else {}
+        write_json(file, stored | {"tokenizer_class": "PreTrainedTokenizerFast"})
     write_json(folder / "config.json", export_config(checkpoint, plan))
 
 
@@ -176,7 +180,9 @@ def export_config(checkpoint: Checkpoint, plan: Plan) -> dict:
         config["rope_scaling"] = None
     if plan.family != "qwen2":
         config["attention_bias"] = plan.config.qkv_bias
-    if plan.family != "llama":
+    if plan.family == "llama":
+        config["mlp_bias"] = plan.config.mlp_bias
+    else:
         config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
         config["sliding_window"] = next(filter(None, windows), None)
     if plan.family == "qwen2":

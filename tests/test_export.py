@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, GOLDEN, ROOT, SHAPE, rewrite_weights, write_bpe_tokenizer
+from conftest import FAMILIES, GOLDEN, ROOT, rewrite_weights, write_bpe_tokenizer
 from safetensors.torch import load_file
 
 from checkpoint import read_json
@@ -97,9 +97,9 @@ def test_gemma2_decodes_with_the_cache_it_asks_for(softcap, encoding, cache, gol
     assert decodes_alike(stock, load(pruned), ids)
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", "mistral-window", "mistral-tied", "qwen2-window"])
-def test_variants_as_spikes(variant, stock, ids, tmp_path):
-    """Biases, linear RoPE scaling, tied heads, windows of 7 in all layers or in some."""
+@pytest.mark.parametrize("variant", ["llama-biases", "mistral-tied", "qwen2-window"])
+def test_variants(variant, stock, ids, tmp_path):
+    """Biases, linear RoPE scaling, tied heads, windows of 7 in some layers."""
     pruned = pruned_folder(stock(variant)[0], tmp_path / "p")
     folder = export(pruned)
     with torch.inference_mode():
@@ -109,17 +109,16 @@ def test_variants_as_spikes(variant, stock, ids, tmp_path):
     assert decodes_alike(in_stock(folder), load(pruned), ids[:1, :20], 20)
 
 
-@pytest.mark.parametrize("variant, exact", [("llama", 40), ("mistral-window", 7), ("qwen2-window", 7)])
-def test_variants_as_windows(variant, exact, stock, ids, tmp_path):
-    """A model has one window: where that was 7 and is now 1, the other layers see all, and so 7 tokens are exact."""
+@pytest.mark.parametrize("variant, options", [("mistral-window", ()), ("qwen2-window", ("--encoding", "window"))])
+def test_a_lost_window_bounds_what_is_exact(variant, options, stock, ids, tmp_path):
+    """Llama has no window, and a model has one: where that was 7 and is now 1, the other layers see everything."""
     pruned = pruned_folder(stock(variant)[0], tmp_path / "p")
-    folder = export(pruned, "--encoding", "window")
-    assert read_json(folder / "config.json")["max_position_embeddings"] == (512 if exact == 40 else exact)
-    for attention in ("eager", "sdpa"):
-        for length, right in ((exact, True), (40, exact == 40)):
-            with torch.inference_mode():
-                expected = load(pruned)(ids[:, :length])
-            assert (share(in_stock(folder, attention), ids[:, :length], expected) < BOUND) == right
+    folder = export(pruned, *options)
+    assert read_json(folder / "config.json")["max_position_embeddings"] == 7
+    for length in (7, 8):
+        with torch.inference_mode():
+            expected = load(pruned)(ids[:, :length])
+        assert (share(in_stock(folder), ids[:, :length], expected) < BOUND) == (length == 7)
 
 
 def test_the_default_cache_is_wrong_when_the_window_is_1(tmp_path):
@@ -135,17 +134,14 @@ def test_the_default_cache_is_wrong_when_the_window_is_1(tmp_path):
 # ------------------------------------------------------------------------------------------------------ half precision
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-def test_a_spike_is_as_sharp_as_a_mask(family, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_spike_is_as_sharp_as_a_mask(dtype, tmp_path):
     """A window of 1 is exact by construction, and a spike gives the same bits, up to the longest context."""
-    pruned = pruned_folder(GOLDEN / family, tmp_path / "p", {4: 0.7, 2: 0.3})
-    spiked, windowed = export(pruned), export(pruned, "--encoding", "window")
-    longest = load(pruned).config.max_position_embeddings
-    ids = torch.randint(256, (1, longest), generator=torch.Generator().manual_seed(0))
+    pruned = pruned_folder(GOLDEN / "qwen2", tmp_path / "p", {4: 0.7, 2: 0.3})
+    ids = torch.randint(320, (1, 512), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            expected = in_stock(windowed, dtype=dtype)(ids).logits
-            assert torch.equal(in_stock(spiked, dtype=dtype)(ids).logits, expected)
+        expected = in_stock(export(pruned, "--encoding", "window"), dtype=dtype)(ids).logits
+        assert torch.equal(in_stock(export(pruned), dtype=dtype)(ids).logits, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -321,11 +317,11 @@ def test_mistakes_end_in_one_sentence(mistake, qwen, tmp_path, capsys):
     [
         ("gemma2", ("--encoding", "spike"), "use --encoding window"),  # a softcap of 5 leaves a lead of 10 nats
         ("gemma2", ("--ctx", "9"), "exact for 2 to 8"),
-        ("llama-biases", ("--encoding", "window"), "use --encoding spike"),
+        ("mistral", ("--encoding", "window"), "use --encoding spike"),
     ],
 )
-def test_what_an_encoding_cannot_do_is_refused(family, options, words, stock, tmp_path, capsys):
-    pruned = pruned_folder(stock(family)[0] if "-" in family else GOLDEN / family, tmp_path / "p")
+def test_what_an_encoding_cannot_do_is_refused(family, options, words, tmp_path, capsys):
+    pruned = pruned_folder(GOLDEN / family, tmp_path / "p")
     assert export_hf.main(["--ckpt", str(pruned), "--out", str(tmp_path / "x"), *options]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "x").exists()
 
@@ -351,17 +347,22 @@ def test_model_card_without_a_report(tmp_path):
     assert "exact up to 8 tokens" in card and 'attn_implementation="eager"' in card and "static cache" in card
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_the_tokenizer_survives_a_change_of_family(family, toy, tmp_path):
-    source = tmp_path / "toy"
-    shutil.copytree(toy, source)
-    config = read_json(source / "config.json") | {"model_type": family, "rope_parameters": None, "sliding_window": None}
-    (source / "config.json").write_text(json.dumps(config))
-    write_bpe_tokenizer(source, tokenizer_class="PreTrainedTokenizerFast")
+def test_the_tokenizer_survives_the_change_of_family(golden_copy, tmp_path):
+    """A Mistral becomes a Llama, whose tokenizer class would split text in its own way."""
+    source = golden_copy("mistral", vocab_size=320)
+    rewrite_weights(source, lambda weights: weights.update({name: widened(weights[name]) for name in VOCABULARY}))
+    write_bpe_tokenizer(source, digits=True, tokenizer_class="LlamaTokenizer")
     pruned = pruned_folder(source, tmp_path / "p")
-    text = "It is a truth, universally acknowledged: 1 + 1 = 2."
+    text = "It is a truth,  universally\n\nacknowledged: 1234 + 1 = 2."
     stock_ids = transformers.AutoTokenizer.from_pretrained(export(pruned))(text, add_special_tokens=False)["input_ids"]
     assert stock_ids == load_tokenizer(pruned).encode(text)
+
+
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def widened(weight):  # (256, D) -> (320, D)
+    return torch.cat((weight, weight[:64]))
 
 
 # ---------------------------------------------------------------------------------------------------- downstream tasks
