@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, GOLDEN, ROOT, rewrite_weights, write_bpe_tokenizer
+from conftest import FAMILIES, GOLDEN, ROOT, TRAINING_TEXT, rewrite_weights, write_bpe_tokenizer
 from safetensors.torch import load_file
 
 from checkpoint import read_json
@@ -347,22 +347,19 @@ def test_model_card_without_a_report(tmp_path):
     assert "exact up to 8 tokens" in card and 'attn_implementation="eager"' in card and "static cache" in card
 
 
-def test_the_tokenizer_survives_the_change_of_family(golden_copy, tmp_path):
-    """A Mistral becomes a Llama, whose tokenizer class would split text in its own way."""
-    source = golden_copy("mistral", vocab_size=320)
-    rewrite_weights(source, lambda weights: weights.update({name: widened(weights[name]) for name in VOCABULARY}))
-    write_bpe_tokenizer(source, digits=True, tokenizer_class="LlamaTokenizer")
-    pruned = pruned_folder(source, tmp_path / "p")
+def test_the_tokenizer_survives_the_change_of_family(tmp_path):
+    """A Mistral becomes a Llama, whose tokenizer class splits text in its own way, whatever tokenizer.json says."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    pruned = pruned_folder(GOLDEN / "mistral", tmp_path / "p")
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator([TRAINING_TEXT], trainers.BpeTrainer(vocab_size=250, special_tokens=["<unk>"]))
+    tokenizer.save(str(pruned / "tokenizer.json"))
+    (pruned / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     text = "It is a truth,  universally\n\nacknowledged: 1234 + 1 = 2."
-    stock_ids = transformers.AutoTokenizer.from_pretrained(export(pruned))(text, add_special_tokens=False)["input_ids"]
-    assert stock_ids == load_tokenizer(pruned).encode(text)
-
-
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-def widened(weight):  # (256, D) -> (320, D)
-    return torch.cat((weight, weight[:64]))
+    stock = transformers.AutoTokenizer.from_pretrained(export(pruned))
+    assert stock(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text).ids
 
 
 # ---------------------------------------------------------------------------------------------------- downstream tasks
