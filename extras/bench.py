@@ -104,14 +104,16 @@ class Subject:
         return load(self.folder, self.dtype, self.device)
 
     def build_stock(self) -> torch.nn.Module:
-        """The same in stock transformers. Its sdpa does not know softcaps: a model that has one takes eager attention."""
+        """The same shape in stock transformers, with random weights. Its sdpa does not know softcaps: a model that has
+        one takes eager attention."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        how = {"dtype": self.dtype, "attn_implementation": "eager" if self.config.attn_softcap else "sdpa"}
-        if self.random:
-            with self.device:
-                return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder), **how).eval()
-        return AutoModelForCausalLM.from_pretrained(self.folder, **how).to(self.device).eval()
+        attention = "eager" if self.config.attn_softcap else "sdpa"
+        with self.device:
+            stock = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(self.folder), dtype=self.dtype, attn_implementation=attention
+            )
+        return stock.eval()
 
 
 def choose_subject(args: argparse.Namespace) -> Subject:
@@ -122,8 +124,11 @@ def choose_subject(args: argparse.Namespace) -> Subject:
         dtype = DTYPE_NAMES["bfloat16" if args.dtype == "auto" else args.dtype]
         return Subject(folder, True, model_config(read_config(folder)), device, dtype)
     if args.ckpt is None:
-        from extras.demo_checkpoint import demo_checkpoint
-    checkpoint = open_checkpoint(args.ckpt or demo_checkpoint())
+        from extras.demo_checkpoint import demo_checkpoint  # needs gguf, which nothing else does
+
+        checkpoint = open_checkpoint(demo_checkpoint())
+    else:
+        checkpoint = open_checkpoint(args.ckpt)
     if checkpoint.config["harp"]:
         raise UserError(f"{checkpoint.path} is pruned already: take the checkpoint that it was made from")
     config = model_config(checkpoint.config)
@@ -169,7 +174,7 @@ def say(text: str) -> None:
 def now(device: torch.device) -> float:
     """Seconds on a clock, read once the device has done all that it was asked to do."""
     if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
@@ -294,11 +299,13 @@ def bench_search(args: argparse.Namespace) -> None:
     print_header(subject, layers, f"median of {args.repeats}")
     print(f"search   {len(grid)} alphas · {len(windows)} windows of {ctx:,} tokens", flush=True)
     model, steps = subject.build(), {}
+    say("counting the matrix products of a search")
     with MatmulLog() as log:  # this run is the warm-up, too
         search(model, windows, layers, grid)
     methods = {"naive": naive_search, "cached grid": search, "Fibonacci": partial(search, method="fibonacci")}
 
     def run(name: str) -> None:
+        say(f"{name} search")
         steps[name] = methods[name](model, windows, layers, grid)
 
     seconds = take_turns({name: partial(run, name) for name in methods}, args.repeats, subject.device, warm_up=0)
@@ -634,6 +641,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         ("--plot", args.plot, ("prefill", "paper")),
         ("--against", args.against, ("prefill", "decode")),
         ("--predict-only", args.predict_only, ("paper",)),
+        ("a model of your own", args.ckpt or args.config, ("search", "prefill", "decode", "memory")),
     ):
         if given and args.what not in measures:
             raise UserError(f"{flag} goes with {' or '.join(measures)}, not with {args.what}")
@@ -666,7 +674,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     which.add_argument("--layers", metavar="LIST", help="prune these layers instead, such as 29,28,26 (0 is lowest)")
     parser.add_argument("--grid", default=GRID, help="alphas that search tries (default: %(default)s)")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens of each prompt")
-    parser.add_argument("--repeats", type=int, metavar="N", help=f"turns behind each median (default: {REPEATS})")
+    parser.add_argument("--repeats", type=int, metavar="N", help="turns behind each median (default: 1 for search, "
+                        "3 for paper, 5 for the others)")  # fmt: skip
     parser.add_argument("--against", choices=["transformers"], help="stock transformers takes its turns, too")
     parser.add_argument("--predict-only", action="store_true", help="paper: only count, up to 131,072 tokens")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-up over context length, a .png file")

@@ -231,6 +231,7 @@ def test_the_papers_number_stands_beside_ours(capsys):
         (["decode", "--repeats", "0"], "--repeats takes whole numbers"),
         (["search", "--plot", "x.png"], "--plot goes with prefill or paper, not with search"),
         (["memory", "--against", "transformers"], "--against goes with prefill or decode"),
+        (["paper", "--ckpt", "x"], "decode or memory, not with paper"),
         (["prefill", "--predict-only"], "--predict-only goes with paper"),
         (["prefill", "--ckpt", "x", "--config", "y"], "name two models"),
         (["prefill", "--config", "nowhere/config.json"], "nowhere/config.json does not exist"),
