@@ -71,7 +71,7 @@ def prefill_flops(config: ModelConfig, tokens: int, alphas: Alphas = DENSE, fold
 
 def trial_flops(config: ModelConfig, layer: int, tokens: int, positions: int, alphas: Alphas) -> float:
     """FLOPs of trying one alpha at `layer` (`harp.search`): its MLP, all layers above, the head on `positions`."""
-    above = sum(layer_flops(config, i, tokens, alphas.get(i)) for i in range(layer + 1, config.n_layers))
+    above = sum(layer_flops(config, i, tokens, alphas.get(i), folded=False) for i in range(layer + 1, config.n_layers))
     return layer_flops(config, layer, tokens, alpha=0) + above + head_flops(config, positions)
 
 

@@ -119,10 +119,12 @@ def advance(
     A block that is not on `device` (where the model's head is, if not said) is copied there for its turn only.
     """
     device = device or model.device
+    hiddens = [h.to(device) for h in hiddens]
+    ropes = [model.rope(h) for h in hiddens]
     for layer in layers:
         block = model.blocks[layer]
         weights = {name: weight.to(device) for name, weight in block.named_parameters()}
-        hiddens = [functional_call(block, weights, (h, model.rope(h))) for h in (h.to(device) for h in hiddens)]
+        hiddens = [functional_call(block, weights, (h, rope)) for h, rope in zip(hiddens, ropes)]
     return hiddens
 
 

@@ -42,6 +42,7 @@ from eval_ppl import (
     score,
     show_status,
 )
+from extras.model_card import model_card
 from load_weights import save, stored_dtype
 from model import ModelConfig, Transformer
 
@@ -393,6 +394,8 @@ def run(args: argparse.Namespace) -> None:
         saved = perplexity(replace(setup, checkpoint=open_checkpoint(partial)).load(), heldout).ppl
         report["heldout_ppl"]["saved"] = saved if math.isfinite(saved) else None
         write_json(partial / "harp.json", report)
+        card = model_card(name, alphas_after(steps), report)
+        (partial / "README.md").write_text(card, encoding="utf-8")
         partial.rename(out)
     print(f"wrote    {out} · reloaded from there: ppl {ppl_text(report['heldout_ppl']['saved'])}")
     text = [] if args.heldout == own_text("heldout.txt") else ["--text", args.heldout]

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, open_checkpoint, read_json
+from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, check_values, open_checkpoint, read_json
 from model import ACTIVATIONS, ModelConfig, Transformer
 
 # Hugging Face's names -> ours; {} is the layer, None means: left out on purpose.
@@ -236,5 +236,7 @@ def read_tensors(
         with safe_open(file, framework="pt") as handle:
             for ours, theirs in sources.items():
                 if checkpoint.tensors[theirs].file == file:
-                    tensors[ours] = handle.get_tensor(theirs).to(device=device, dtype=dtype)
+                    tensor = handle.get_tensor(theirs)
+                    check_values(checkpoint, theirs, tensor)
+                    tensors[ours] = tensor.to(device=device, dtype=dtype)
     return tensors

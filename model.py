@@ -119,20 +119,26 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def repeat_kv(x: Tensor, n_heads: int) -> Tensor:
+    """(B, n_kv_heads, S, head_dim) -> (B, n_heads, S, head_dim): k0 k1 -> k0 k0 k1 k1, never k0 k1 k0 k1."""
+    return x.repeat_interleave(n_heads // x.shape[1], dim=1)
+
+
 QUERY_ROWS = 256  # queries scored at a time where the fused kernel does not apply: memory grows with T, not T squared
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None
 ) -> Tensor:
-    """Causal attention of the last T of S positions: q (B, n_heads, T, head_dim), k and v (B, n_heads, S, head_dim).
+    """Causal attention of the last T of S positions: q (B, n_heads, T, head_dim), k and v (B, n_kv_heads, S, head_dim).
 
     With a window, a query sees itself and the `window - 1` tokens before it. With a softcap, scores are squeezed
     into (-softcap, softcap) by tanh before masking (Gemma 2). Returns (B, n_heads, T, head_dim).
     """
     T, S = q.shape[2], k.shape[2]
-    if softcap is None and T == S and (window is None or window >= S):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    if softcap is None and T in (1, S) and (window is None or window >= S):  # a single newest query sees every key
+        return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=scale, enable_gqa=True)
+    k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
     rows = []
     for queries, position in zip(q.split(QUERY_ROWS, dim=2), torch.arange(S - T, S, device=q.device).split(QUERY_ROWS)):
         first, last = int(position[0]), int(position[-1])
@@ -201,17 +207,14 @@ class Attention(nn.Module):
         v = self.heads(self.v_proj(x))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, n_kv_heads, S, head_dim)
-        y = attend(q, self.repeat_kv(k), self.repeat_kv(v), self.scale, self.window, self.softcap)
+        y = attend(q, k, v, self.scale, self.window, self.softcap)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def value_path(self, x: Tensor) -> Tensor:
         """O(V(x)), (B, T, D) -> (B, T, D): what attention returns when every token looks at itself alone."""
-        v = self.repeat_kv(self.heads(self.v_proj(x)))  # (B, n_heads, T, head_dim); unrepeated once folded
+        v = self.heads(self.v_proj(x))  # (B, n_kv_heads, T, head_dim)
+        v = repeat_kv(v, self.o_proj.in_features // self.head_dim)  # once folded, o_proj takes them unrepeated
         return self.o_proj(v.transpose(1, 2).flatten(2))
-
-    def repeat_kv(self, x: Tensor) -> Tensor:
-        """(B, n_kv_heads, S, head_dim) -> (B, n_heads, S, head_dim): k0 k1 -> k0 k0 k1 k1, never k0 k1 k0 k1."""
-        return x.repeat_interleave(self.o_proj.in_features // self.v_proj.out_features, dim=1)
 
     def fold_(self, alpha: float) -> None:
         """Delete q and k and put what is left into one smaller o_proj, exactly.

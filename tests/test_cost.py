@@ -2,46 +2,28 @@
 
 import pytest
 import torch
-from conftest import GOLDEN
+from conftest import FAMILIES, GOLDEN
 
 import cost
+from extras.bench import PUBLISHED, from_the_top
 from load_weights import load
-from model import KVCache, ModelConfig
+from model import KVCache
 
 
-def published(family: str) -> ModelConfig:
-    vocab, D, I, layers, heads, kv, head_dim, ctx = {
-        "llama": (128256, 4096, 14336, 32, 32, 8, 128, 131072),
-        "mistral": (32768, 4096, 14336, 32, 32, 8, 128, 32768),
-        "qwen2": (152064, 3584, 18944, 28, 28, 4, 128, 131072),
-        "gemma2": (256000, 3584, 14336, 42, 16, 8, 256, 8192),
-    }[family]
-    gemma = family == "gemma2"
-    windows = tuple(4096 if gemma and layer % 2 == 0 else None for layer in range(layers))
-    return ModelConfig(
-        vocab, D, I, layers, heads, kv, head_dim, ctx, windows, head_dim**-0.5,
-        qkv_bias=family == "qwen2", post_norms=gemma, tied=gemma,
-    )  # fmt: skip
-
-
-# The authors' alphas, topmost layer first (their released commands), and what they remove: unfolded, folded, cache.
-PUBLISHED = {
-    "llama": ([0.8, 0.2, 0.1, 0.1, 0, 0.1, 0, 0], 230_686_720, 293_601_280, 0.250),
-    "mistral": ([0.7, 0.2, 0.2, 0.2, 0, 0, 0, 0], 251_658_240, 301_989_888, 0.250),
-    "qwen2": ([0.9, 0.3, 0.3, 0.2], 58_736_640, 102_776_832, 4 / 28),
-    "gemma2": ([0.5, 0.4, 0.3, 0.4, 0.5, 0.4], 132_120_576, 176_160_768, 6 / 42),
+# What the authors' alphas remove: unfolded, folded, of the cache.
+REMOVED = {
+    "Llama-3.1-8B": (230_686_720, 293_601_280, 0.250),
+    "Mistral-7B-v0.3": (251_658_240, 301_989_888, 0.250),
+    "Qwen2-7B": (58_736_640, 102_776_832, 4 / 28),
+    "Gemma2-9B": (132_120_576, 176_160_768, 6 / 42),
 }
 
 
-def from_the_top(config: ModelConfig, alphas: list[float]) -> dict[int, float]:
-    return {config.n_layers - 1 - i: alpha for i, alpha in enumerate(alphas)}
-
-
-@pytest.mark.parametrize("family", PUBLISHED)
-def test_published_parameters_and_cache(family):
-    listed, unfolded, folded, cache = PUBLISHED[family]
-    config = published(family)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameters_and_cache(name):
+    config, listed = PUBLISHED[name]
     alphas = from_the_top(config, listed)
+    unfolded, folded, cache = REMOVED[name]
     dense = cost.linear_parameters(config)
     assert dense - cost.linear_parameters(config, alphas, folded=False) == unfolded
     assert dense - cost.linear_parameters(config, alphas) == folded
@@ -49,8 +31,8 @@ def test_published_parameters_and_cache(family):
 
 
 def test_published_llama_share_and_prefill():
-    config = published("llama")
-    alphas = from_the_top(config, PUBLISHED["llama"][0])
+    config, listed = PUBLISHED["Llama-3.1-8B"]
+    alphas = from_the_top(config, listed)
     dense = cost.linear_parameters(config)
     assert 1 - cost.linear_parameters(config, alphas, folded=False) / dense == pytest.approx(0.0331, abs=5e-5)
     saved = [
@@ -60,7 +42,7 @@ def test_published_llama_share_and_prefill():
     assert saved == pytest.approx([0.1527, 0.1568], abs=5e-5)  # the paper measures 16.7 % of the time
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("alphas", [{}, {4: 0.5, 3: 0.0}], ids=["dense", "pruned"])
 def test_counts_are_those_of_the_built_model(family, alphas):
     model = load(GOLDEN / family)

@@ -15,6 +15,7 @@ from conftest import GOLDEN, ROOT
 
 import harp
 from eval_ppl import make_windows, perplexity
+from extras.bench import naive_search
 from harp import Step, parse_grid, search, set_alphas, try_fibonacci
 from load_weights import load
 
@@ -26,31 +27,18 @@ def windows():
     return make_windows(torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(5)).tolist(), 24)
 
 
-def naive_search(model, windows, layers, grid):
-    """Algorithm 1 as it stands in the paper: the whole model for every alpha of every layer."""
-    steps = []
-    for layer in layers:
-        block, tried = model.blocks[layer], []
-        block.attention_mode = "vo"
-        for alpha in grid:
-            block.alpha = alpha
-            tried.append((alpha, perplexity(model, windows).ppl))
-        block.alpha, ppl = min(tried, key=lambda pair: pair[1])
-        steps.append((layer, block.alpha, ppl, tried))
-    return steps
-
-
 @pytest.mark.parametrize("family, layers", [("llama", [4, 3, 2]), ("gemma2", [5, 3]), ("qwen2", [4, 1]), ("mistral", [0])])
 def test_the_search_finds_what_the_textbook_loop_finds(windows, family, layers):
     expected = naive_search(load(GOLDEN / family), windows, layers, GRID)
     model, seen = load(GOLDEN / family), []
     steps = search(model, windows, list(reversed(layers)), GRID, on_step=seen.append)
     assert seen == steps
-    for step, (layer, alpha, ppl, tried) in zip(steps, expected, strict=True):
-        assert (step.layer, step.alpha) == (layer, alpha)
-        assert step.ppl == pytest.approx(ppl, rel=1e-6)
-        assert step.tried == pytest.approx([pytest.approx(pair, rel=1e-6) for pair in tried])
-        assert (model.blocks[layer].attention_mode, model.blocks[layer].alpha) == ("vo", alpha)
+    for step, textbook in zip(steps, expected, strict=True):
+        assert (step.layer, step.alpha) == (textbook.layer, textbook.alpha)
+        assert step.ppl == pytest.approx(textbook.ppl, rel=1e-6)
+        assert step.tried == pytest.approx([pytest.approx(pair, rel=1e-6) for pair in textbook.tried])
+        block = model.blocks[step.layer]
+        assert (block.attention_mode, block.alpha) == ("vo", step.alpha)
     assert perplexity(model, windows).ppl == pytest.approx(steps[-1].ppl, rel=1e-6)
 
 

@@ -84,8 +84,8 @@ def without_offset(x, rope):
     return torch.cat((x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin), dim=-1)
 
 
-def tiled(self, x):  # k0 k1 k0 k1 in place of k0 k0 k1 k1
-    return x.repeat(1, self.o_proj.in_features // self.v_proj.out_features, 1, 1)
+def tiled(x, n_heads):  # k0 k1 k0 k1 in place of k0 k0 k1 k1
+    return x.repeat(1, n_heads // x.shape[1], 1, 1)
 
 
 def scale_before_norm(self, h, rope, cache=None):  # Gemma2's trap: the norm swallows alpha
@@ -94,7 +94,11 @@ def scale_before_norm(self, h, rope, cache=None):  # Gemma2's trap: the norm swa
     return self.add_mlp(h + self.attn_post_norm(self.alpha * self.attn.value_path(self.attn_norm(h))))
 
 
-def cap_after_mask(q, k, v, scale, window=None, softcap=None):
+def everything_visible(q, k, v, scale, *_):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+
+def no_softcap(q, k, v, scale, window=None, softcap=None):
     return attend(q, k, v, scale, window, None)
 
 
@@ -131,10 +135,10 @@ def test_parity_catches_a_wrong_config(stock, ids, bug, monkeypatch):
 
 CODE_BUGS = {
     "neighbours rotated": ("llama", model_module, "rotate", without_offset),
-    "heads tiled": ("llama", model_module.Attention, "repeat_kv", tiled),
+    "heads tiled": ("gemma2", model_module, "repeat_kv", tiled),
     "exact gelu": ("gemma2", model_module, "ACTIVATIONS", {"gelu_pytorch_tanh": F.gelu}),
-    "not causal": ("llama", model_module, "attend", lambda q, k, v, scale, *_: (q @ k.mT * scale).softmax(-1) @ v),
-    "softcap forgotten": ("gemma2", model_module, "attend", cap_after_mask),
+    "not causal": ("llama", model_module, "attend", everything_visible),
+    "softcap forgotten": ("gemma2", model_module, "attend", no_softcap),
 }
 
 
