@@ -289,7 +289,7 @@ DAMAGED = {
     "added is null": (set_at("added_tokens", None), "added tokens are no list"),
     "added without id": (set_at("added_tokens", 0, "id", ...), "added tokens are no list"),
     "added as text": (set_at("added_tokens", ["<s>"]), "added tokens are no list"),
-    "added with spaces": (set_at("added_tokens", 0, {"content": "x", "id": 9, "special": False, "rstrip": True}), "space"),
+    "added word": (set_at("added_tokens", 0, {"content": "x", "id": 9, "special": False, "rstrip": True}), "take"),
     # how a text is cut
     "no pre_tokenizer": (set_at("pre_tokenizer", None), "must end in ByteLevel"),
     "pre_tokenizer is text": (set_at("pre_tokenizer", "ByteLevel"), "its pre_tokenizer is no list of steps"),
