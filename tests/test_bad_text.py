@@ -27,6 +27,7 @@ PROSE = "It is a truth universally acknowledged.\r\nHé said “no”.\n"
         (b"a\r\nb\rc\nd\x0b\x0c\x85".replace(b"\x85", b"\xc2\x85"), "a\r\nb\rc\nd\x0b\x0c\x85"),
         (b"a\0b", "a\0b"),
         (bytes(1000), "\0" * 1000),
+        (b"ab\0\0" * 9, "ab\0\0" * 9),  # NULs, and yet no UTF-16
         (b" \t two  spaces  ", " \t two  spaces  "),
         ("日本\u2028\u2029\U0001f600\uffff".encode(), "日本\u2028\u2029\U0001f600\uffff"),
         (b"<html> may be what one measures", "<html> may be what one measures"),

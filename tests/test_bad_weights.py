@@ -280,6 +280,7 @@ ATTENTION = "model.layers.0.self_attn"
         ("gemma2", fill(EMBEDDING, 0.0), torch.float32, "nothing but zeros"),
         # zeros that someone may mean
         ("gemma2", fill(NORM, 0.0), torch.float32, None),  # multiplies by 1 + 0
+        ("llama", lambda weights: weights[DOWN_PROJ].clamp_(max=0), torch.float32, None),  # zeros and others
         ("llama", fill(HEAD, 0.0), torch.float32, None),
         ("llama", fill(f"{ATTENTION}.q_proj.weight", 0.0), torch.float32, None),
         ("llama", fill(f"{ATTENTION}.k_proj.weight", 0.0), torch.float32, None),
