@@ -198,6 +198,8 @@ def read_config(path: Path) -> dict:
         raise UserError(f"{file} has head_dim = {config['head_dim']}, expected an even number (RoPE turns pairs)")
     if config["num_attention_heads"] * config["head_dim"] > LARGEST:
         raise UserError(f"{file}: num_attention_heads x head_dim is above {LARGEST:,}; download it again")
+    if family == "gemma2" and config["sliding_window"] is None and config["layer_types"] is None:
+        raise UserError(f"{file} has sliding_window = null, but every other layer of Gemma2 slides; download it again")
     config["rope"] = read_rope(file, stored)
     config["rope"].setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     config["harp"] = read_harp(file, stored, config["num_hidden_layers"])
@@ -268,8 +270,9 @@ def rope_facts(file: Path, stored: dict, rope: object) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_KEYS or rope.get("type", kind) != kind:
         raise UserError(f"{file} asks for RoPE scaling of type {kind!r}; supported are {', '.join(ROPE_KEYS)}")
-    partial = rope.get("partial_rotary_factor", stored.get("partial_rotary_factor"))
-    if partial not in (None, 1):
+    outer = stored.get("partial_rotary_factor")
+    partial = rope.get("partial_rotary_factor", 1 if outer is None else outer)
+    if partial != 1:
         raise UserError(f"{file} has partial_rotary_factor = {partial!r}; only whole-head RoPE is supported")
     facts = {"rope_type": kind, "rope_theta": rope.get("rope_theta", stored.get("rope_theta", 10000.0))}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}

@@ -129,6 +129,7 @@ REFUSED = [
     ("llama", dict(rope_theta=True), "rope_theta = True"),
     ("llama", dict(original_max_position_embeddings=64), "two original_max_position_embeddings"),
     ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+    ("llama", dict(rope_scaling=LLAMA3 | dict(partial_rotary_factor=None)), "partial_rotary_factor = None"),
     # sizes
     ("llama", dict(hidden_size=None), "hidden_size = None, expected a whole number"),
     ("llama", dict(hidden_size=64.0), "hidden_size = 64.0"),
@@ -144,6 +145,7 @@ REFUSED = [
     ("llama", dict(num_key_value_heads=...), r"k_proj.weight .* has shape \[32, 64\], .* makes it \[64, 64\]"),
     ("llama", dict(vocab_size=319), r"embed_tokens.weight .* has shape \[320, 64\], .* makes it \[319, 64\]"),
     ("llama", dict(max_position_embeddings="256"), "max_position_embeddings = '256'"),
+    ("gemma2", dict(sliding_window=None), "sliding_window = null"),
     ("mistral", dict(sliding_window=0), "sliding_window = 0"),
     ("mistral", dict(sliding_window=-1), "sliding_window = -1"),
     ("mistral", dict(sliding_window=2**63), "sliding_window = 9223372036854775808"),
