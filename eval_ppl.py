@@ -92,15 +92,17 @@ class Perplexity:
 
 
 def perplexity(
-    model: Transformer, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows_done: None
+    model: Transformer, windows: Sequence[Window], on_progress: Callable[[float], None] = lambda share_done: None
 ) -> Perplexity:
-    """exp(summed NLL / tokens scored), over all windows; `on_progress` hears how many are done."""
-    parts = []
+    """exp(summed NLL / tokens scored), over all windows; `on_progress` hears what share of the work is done."""
+    parts, n_layers = [], len(model.blocks)
     for first in range(0, len(windows), WINDOWS_AT_ONCE):
         some = windows[first : first + WINDOWS_AT_ONCE]
-        hiddens = advance(model, embed(model, some), range(len(model.blocks)))
+        hiddens = embed(model, some)
+        for layer in range(n_layers):
+            hiddens = advance(model, hiddens, [layer])
+            on_progress((first + len(some) * (layer + 1) / (n_layers + 1)) / len(windows))
         parts.append(score(model, hiddens, some))
-        on_progress(first + len(some))
     return Perplexity(sum(p.nll for p in parts), sum(p.tokens for p in parts), len(windows))
 
 
@@ -187,16 +189,18 @@ def put_on(device: torch.device, model: Transformer, layers: Iterable[int]) -> N
             part.to(device)
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, text: str) -> None:
-    """The arguments of every command that evaluates a model on a text; `text` is the default one."""
+def add_run_arguments(parser: argparse.ArgumentParser, text: str, windows: str) -> argparse._ArgumentGroup:
+    """The arguments of every command that evaluates a model on a text; `text` is the default one, `windows` says how
+    many are taken of it. Returns the group of those about the text."""
     parser.add_argument("--ckpt", metavar="DIR", help="checkpoint folder (default: the demo model, fetched once)")
-    group = parser.add_argument_group("text")
-    group.add_argument("--text", default=own_text(text), metavar="FILE", help="UTF-8 text (default: %(default)s)")
-    group.add_argument("--ctx", type=int, metavar="N", help="tokens in a window (default: 2,048; demo model: 512)")
-    group.add_argument("--windows", type=int, metavar="N", help="windows to take from the start of the text")
+    about_text = parser.add_argument_group("text")
+    about_text.add_argument("--text", default=own_text(text), metavar="FILE", help="UTF-8 text (default: %(default)s)")
+    about_text.add_argument("--ctx", type=int, metavar="N", help="tokens in a window (default: 2,048; demo model: 512)")
+    about_text.add_argument("--windows", type=int, metavar="N", help=f"windows from its start (default: {windows})")
     group = parser.add_argument_group("machine")
     group.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
     group.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_NAMES], help="default: %(default)s")
+    return about_text
 
 
 def own_text(name: str) -> str:
@@ -300,8 +304,9 @@ BOS_WORDS = {"none": "no BOS", "start": "BOS at the start", "window": "BOS in ev
 
 
 def describe_windows(file: str, windows: Sequence[Window], ctx: int, bos_rule: str) -> str:
+    count = "1 window" if len(windows) == 1 else f"{len(windows)} windows"
     return (
-        f"text     {file} · {len(windows)} windows of {ctx:,} · {BOS_WORDS[bos_rule]}\n"
+        f"text     {file} · {count} of {ctx:,} · {BOS_WORDS[bos_rule]}\n"
         f"         {sum(len(window.targets) for window in windows):,} tokens scored"
     )
 
@@ -310,22 +315,27 @@ def short_count(n: int) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
 
 
-def show_status(line: str, keep: bool) -> None:
-    """Progress on stderr: in a terminal each line overwrites the one before, elsewhere only those to `keep` appear."""
+def show_status(line: str) -> None:
+    """Progress on stderr, if that is a terminal: each line overwrites the one before; an empty one clears it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-    elif keep:
-        print(line, file=sys.stderr)
 
 
-def clear_status() -> None:
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+def show_share(what: str) -> Callable[[float], None]:
+    """A listener for `perplexity` that shows how much is done and how long the rest will take."""
+    started = time.perf_counter()
+
+    def show(done: float) -> None:
+        left = (time.perf_counter() - started) * (1 / done - 1)
+        show_status(f"{what} · {done:.0%} · about {clock(left)} left")
+
+    return show
 
 
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes}:{seconds:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 # -------------------------------------------------------------------------------------------------- the command line
@@ -333,15 +343,19 @@ def clock(seconds: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Perplexity of a checkpoint on a text.")
-    add_run_arguments(parser, "heldout.txt")
-    parser.add_argument("--stride", type=int, metavar="N", help="start a window every N tokens (default: no overlap)")
-    parser.add_argument("--bos", choices=list(BOS_WORDS), help="where BOS goes (default: the model family's rule)")
+    text = add_run_arguments(parser, "heldout.txt", windows="all")
+    text.add_argument("--stride", type=int, metavar="N", help="start a window every N tokens (default: no overlap)")
+    text.add_argument("--bos", choices=list(BOS_WORDS), help="where BOS goes (default: the model family's rule)")
     args = parser.parse_args(argv)
     try:
         evaluate(args)
     except UserError as error:
+        show_status("")
         print(f"eval_ppl.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\neval_ppl.py: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -353,13 +367,8 @@ def evaluate(args: argparse.Namespace) -> None:
     print(describe_windows(args.text, windows, setup.ctx, bos_rule), flush=True)
     model = setup.load()
     started = time.perf_counter()
-
-    def on_progress(done: int) -> None:
-        left = (time.perf_counter() - started) * (len(windows) / done - 1)
-        show_status(f"{done} of {len(windows)} windows · about {clock(left)} left", keep=done < len(windows))
-
-    result = perplexity(model, windows, on_progress)
-    clear_status()
+    result = perplexity(model, windows, show_share("perplexity"))
+    show_status("")
     if not math.isfinite(result.ppl):
         raise UserError(f"the perplexity is {result.ppl}: the weights are damaged or overflow; try --dtype float32")
     scored_bytes = sum(setup.tokenizer.byte_count(window.targets.tolist()) for window in windows)

@@ -30,7 +30,6 @@ from eval_ppl import (
     Window,
     add_run_arguments,
     advance,
-    clear_status,
     clock,
     describe_windows,
     dtype_name,
@@ -40,6 +39,7 @@ from eval_ppl import (
     prepare,
     read_windows,
     score,
+    show_share,
     show_status,
 )
 from extras.model_card import model_card
@@ -48,6 +48,7 @@ from model import ModelConfig, Transformer
 
 TOP = 8
 GRID = "0:1:0.1"
+MOST_ALPHAS = 10_000
 PROMPT_TOKENS = 48
 
 
@@ -84,7 +85,7 @@ def search(
     next layer below; layers not yet reached stay dense. The model carries the alphas afterwards.
 
     The textbook loop runs the whole model for every alpha of every layer. But whatever lies below the searched layer
-    does not depend on its alpha, so that is computed once: same numbers, a fraction of the work.
+    does not depend on its alpha, so that is computed once per layer: same numbers, a fraction of the work.
 
     `method` is a key of METHODS. `sweeps` searches every layer again that many times, with all the others pruned
     (coordinate descent; ours, not the paper's). `done` holds the steps of an earlier, interrupted search.
@@ -95,9 +96,9 @@ def search(
     steps = list(done)
     set_alphas(model, alphas_after(steps))
     lowest = order[-1]
-    at_lowest = advance(model, embed(model, windows), range(lowest))  # the one tensor of hidden states that is kept
+    at_lowest = advance(model, embed(model, windows), range(lowest))  # the only hidden states that are kept
     for layer in (order * (1 + sweeps))[len(steps) :]:
-        before = alphas_after(steps).get(layer)
+        before = alphas_after(steps).get(layer)  # None unless this is a sweep
         inputs = advance(model, at_lowest, range(lowest, layer))
         step = search_layer(model, windows, layer, inputs, grid, method, on_trial)
         if before is not None and step.ppl >= steps[-1].ppl:  # a sweep only ever improves
@@ -122,7 +123,7 @@ def search_layer(
     method: str,
     on_trial: Callable[[int, int], None],
 ) -> Step:
-    """Prune one layer and find its alpha. `inputs` are its hidden states, (1, T, D) for every window."""
+    """Switch one layer to its V·O path, find its alpha and leave it there. `inputs`: (1, T, D) for every window."""
     started = time.perf_counter()
     block = model.blocks[layer]
     block.attention_mode = "vo"
@@ -139,11 +140,11 @@ def search_layer(
         return tried[alpha]
 
     METHODS[method](sorted(grid), trial)
-    ppl, block.alpha = min((ppl, alpha) for alpha, ppl in tried.items())  # of equals, the smaller alpha
-    if ppl == math.inf:
+    best, block.alpha = min((ppl, alpha) for alpha, ppl in tried.items())  # of equals, the smaller alpha
+    if best == math.inf:
         raise UserError(f"layer {layer} has no finite perplexity at any alpha; try --dtype float32")
     recorded = tuple((alpha, ppl if ppl < math.inf else None) for alpha, ppl in tried.items())
-    return Step(layer, block.alpha, ppl, recorded, time.perf_counter() - started)
+    return Step(layer, block.alpha, best, recorded, time.perf_counter() - started)
 
 
 def try_all(grid: Sequence[float], trial: Callable[[float], float]) -> None:
@@ -153,11 +154,12 @@ def try_all(grid: Sequence[float], trial: Callable[[float], float]) -> None:
 
 
 def try_fibonacci(grid: Sequence[float], trial: Callable[[float], float]) -> None:
-    """Find the lowest point of a rising grid with few trials: 5 of 11, 10 of 101.
+    """Find the alpha with the lowest perplexity in few trials: at most 5 of 11, 10 of 101. The grid is sorted.
 
-    If perplexity falls and then rises again as alpha grows, then of two trials the better one tells on which side the
-    lowest point lies. Fibonacci lengths let every trial serve twice (Kiefer 1953). Where perplexity has more than one
-    valley, it finds one of them.
+    If perplexity falls and then rises again as alpha grows, then the better of two trials tells on which side of the
+    other the lowest point lies. Kept at Fibonacci distances, one of the two serves again in the next round (Kiefer
+    1953). 11 alphas: trials 5 and 8 places from the left end, then 3 and 5, 2 and 3, 1 and 2 from the end that is left
+    by then. Where perplexity has more than one valley, this finds one of them.
     """
     lengths = [1, 2]
     while lengths[-1] <= len(grid):
@@ -166,18 +168,18 @@ def try_fibonacci(grid: Sequence[float], trial: Callable[[float], float]) -> Non
     def value(index: int) -> float:
         return trial(grid[index]) if index < len(grid) else math.inf  # padding up to a Fibonacci length
 
-    before = -1  # the lowest point is among the lengths[-1] - 1 indices after this one
+    left_end = -1
     for near, far in reversed(list(zip(lengths, lengths[1:-1]))):
-        if value(before + far) < value(before + near):
-            before += near
-    value(before + 1)
+        if value(left_end + far) < value(left_end + near):
+            left_end += near
+    value(left_end + 1)  # the only place left; tried already, unless the grid is a single alpha
 
 
-METHODS = {"grid": try_all, "fibonacci": try_fibonacci}
+METHODS = {"grid": try_all, "fibonacci": try_fibonacci}  # they return nothing: `trial` keeps what it was asked
 
 
 def set_alphas(model: Transformer, alphas: Mapping[int, float]) -> None:
-    """Prune exactly these layers, by flag: layer -> alpha. All others become dense again."""
+    """Switch exactly these layers, layer -> alpha, to their V·O path, and all others back to full attention."""
     for layer, block in enumerate(model.blocks):
         block.attention_mode = "vo" if layer in alphas else "full"
         block.alpha = alphas.get(layer, 1.0)
@@ -207,13 +209,15 @@ def parse_grid(text: str) -> list[float]:
         if ":" in text:
             first, last, step = (float(part) for part in text.split(":"))
             count = math.floor((last - first) / step + 1e-9) + 1  # the step may not fit exactly in binary
-            grid = [round(first + i * step, 10) for i in range(count)]
+            grid = [round(first + i * step, 10) for i in range(min(count, MOST_ALPHAS + 1))]
         else:
             grid = [float(part) for part in text.split(",")]
     except (ValueError, OverflowError, ZeroDivisionError):
         grid = []
     if not grid or not all(0 <= alpha < math.inf for alpha in grid):
         raise UserError(f"--grid {text!r} is no grid: it takes alphas like 0,0.1,1 or 0:1:0.1, finite and not below 0")
+    if len(grid) > MOST_ALPHAS:
+        raise UserError(f"--grid {text!r} has more than {MOST_ALPHAS:,} alphas; take a larger step")
     return sorted(set(grid))
 
 
@@ -222,7 +226,7 @@ def choose_layers(top: int | None, listed: str | None, n_layers: int) -> list[in
     if listed is None:
         top = TOP if top is None else top
         if not 1 <= top <= n_layers:
-            raise UserError(f"--top {top} is out of range: this model has {n_layers} layers")
+            raise UserError(f"--top {top} is out of range: with this model it takes 1 to {n_layers}")
         return list(reversed(range(n_layers - top, n_layers)))
     try:
         layers = sorted({int(part) for part in listed.split(",")}, reverse=True)
@@ -282,17 +286,23 @@ def sampled_hash(checkpoint: Checkpoint) -> str:
 
 
 def earlier_report(folder: Path, identity: dict) -> dict | None:
-    """The report that an earlier run of the same identity left in `folder`, or None if there is no such folder.
-    Raises UserError if the folder is anything else; it is left as it is."""
+    """The report that an earlier run of the same identity left in `folder`, or None if there is no such folder or
+    nothing in it. Raises UserError if the folder is anything else; it is left as it is."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; name a folder with --out")
     if not folder.exists() or not any(folder.iterdir()):
         return None
     if not (folder / "harp.json").exists():
         raise UserError(f"{folder} exists and is no run of harp.py; name another folder with --out")
     report = read_json(folder / "harp.json")
     found = report.get("identity", {})
-    other = [key for key in identity if found.get(key) != identity[key]]
+    other = [
+        f"{key} ({found.get(key)} there, {now} here)" if isinstance(now, int) or key == "dtype" else key
+        for key, now in identity.items()
+        if found.get(key) != now
+    ]
     if other:
-        raise UserError(f"{folder} holds a run with another {', '.join(other)}; name another folder with --out")
+        raise UserError(f"{folder} holds a run that differs in {', '.join(other)}; name another folder with --out")
     return report
 
 
@@ -312,7 +322,7 @@ def steps_of(report: dict) -> list[Step]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Prune the attention of a model's top layers with HARP.")
-    add_run_arguments(parser, "calibration.txt")
+    add_run_arguments(parser, "calibration.txt", windows="16; demo model: 4")
     method = parser.add_argument_group("method")
     which = method.add_mutually_exclusive_group()
     which.add_argument("--top", type=int, metavar="N", help=f"prune the N highest layers (default: {TOP})")
@@ -331,10 +341,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(args)
     except UserError as error:
+        show_status("")
         print(f"harp.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nharp.py: interrupted; the same command goes on after the last finished layer", file=sys.stderr)
+        print("\nharp.py: interrupted; the same command goes on from what is finished", file=sys.stderr)
         return 130
     return 0
 
@@ -378,26 +389,30 @@ def run(args: argparse.Namespace) -> None:
         partial.mkdir(parents=True, exist_ok=True)
         run_search(model, windows, layers, grid, args.search, args.sweeps, report, partial / "harp.json")
         steps = steps_of(report)
+        show_status("perplexity on the held-out text")
         report["heldout_ppl"] = heldout_perplexities(model, heldout, {
             "dense": {},
             "alpha_1": dict.fromkeys(layers, 1.0),
             "alpha_0": dict.fromkeys(layers, 0.0),
             "greedy": alphas_after(steps[: len(layers)]),
-            "pruned": alphas_after(steps),
+            "pruned": alphas_after(steps),  # last, so that the model is saved with these
         })  # fmt: skip
+        show_status("")
     print_summary(report, args.heldout, setup.config)
     if prompt is not None:
         print_continuations(model, setup, prompt, alphas_after(steps_of(report)))
     if not finished:
         save(model, partial, path, stored_dtype(setup.checkpoint))
         del model  # the saved one takes its place in memory
-        saved = perplexity(replace(setup, checkpoint=open_checkpoint(partial)).load(), heldout).ppl
+        model = replace(setup, checkpoint=open_checkpoint(partial)).load()
+        saved = perplexity(model, heldout, show_share("perplexity of the saved model")).ppl
+        show_status("")
         report["heldout_ppl"]["saved"] = saved if math.isfinite(saved) else None
         write_json(partial / "harp.json", report)
         card = model_card(name, alphas_after(steps), report)
         (partial / "README.md").write_text(card, encoding="utf-8")
         partial.rename(out)
-    print(f"wrote    {out} · reloaded from there: ppl {ppl_text(report['heldout_ppl']['saved'])}")
+    print(f"result   {out} · reloaded from there: ppl {ppl_text(report['heldout_ppl']['saved'])}")
     text = [] if args.heldout == own_text("heldout.txt") else ["--text", args.heldout]
     command = ["python", "eval_ppl.py", "--ckpt", str(out), *text, "--ctx", str(setup.ctx), "--windows", str(count)]
     print(shlex.join(command))  # gives the same number
@@ -416,52 +431,64 @@ def run_search(
     """Search, or go on with the search that `report` is of. After every layer the report is in the file `state`."""
     write_json(state, report)
     if "dense_ppl" not in report:
-        report["dense_ppl"] = perplexity(model, windows).ppl
+        report["dense_ppl"] = perplexity(model, windows, show_share("perplexity before pruning")).ppl
+        show_status("")
         if not math.isfinite(report["dense_ppl"]):
             raise UserError(f"the unpruned model's perplexity is {report['dense_ppl']}; try --dtype float32")
         write_json(state, report)
-    print_steps(report)
     done = steps_of(report)
+    if done:
+        print(f"going on: {len(done)} of {len(layers) * (1 + sweeps)} layers were done before", file=sys.stderr)
+    print_steps(report)
     order = (layers * (1 + sweeps))[len(done) :]
     progress = Progress(model.config, windows, order, count_trials(method, grid))
 
     def on_step(step: Step) -> None:
         report["steps"].append(asdict(step))
         write_json(state, report)
-        clear_status()
+        show_status("")
         print_step(step, report["dense_ppl"])
+        progress.end_layer(step.layer)
 
     search(
         model, windows, layers, grid,
         method=method, sweeps=sweeps, done=done, on_trial=progress.show, on_step=on_step,
     )  # fmt: skip
+    show_status("")
 
 
 def count_trials(method: str, grid: Sequence[float]) -> int:
-    """How many alphas a method tries, found by letting it search a slope."""
+    """How many alphas a method tries at most, found by letting it search where perplexity is alpha itself."""
     tried = set()
     METHODS[method](grid, lambda alpha: tried.add(alpha) or alpha)
     return len(tried)
 
 
 class Progress:
-    """How far a search is and how long the rest will take, on stderr. The estimate goes by counted operations, since
-    trials grow dearer as the search moves down."""
+    """How far a search is and how long the rest of it will take, on stderr: in a terminal after every trial, elsewhere
+    after every layer. The estimate goes by counted operations, since trials grow dearer as the search moves down."""
 
     def __init__(self, config: ModelConfig, windows: Sequence[Window], order: Sequence[int], trials: int):
         tokens, scored = len(windows[0].ids), len(windows[0].targets)
-        pruned = dict.fromkeys(order, 1.0)
+        pruned = dict.fromkeys(order, 1.0)  # any alpha above 0 costs the same
         self.trials = trials
         self.trial_work = {layer: cost.trial_flops(config, layer, tokens, scored, pruned) for layer in order}
         self.done = sum(cost.layer_flops(config, layer, tokens, None) for layer in range(min(order, default=0)))
         self.total = self.done + trials * sum(self.trial_work[layer] for layer in order)
         self.started = time.perf_counter()
 
+    def left(self, done: float) -> str:
+        seconds = (time.perf_counter() - self.started) * (self.total / done - 1)
+        return f"about {clock(seconds)} of the search left"
+
     def show(self, layer: int, tried: int) -> None:
-        self.done += self.trial_work[layer]
-        left = (time.perf_counter() - self.started) * max(0, self.total / self.done - 1)
-        line = f"layer {layer} · {tried} of {self.trials} alphas tried · about {clock(left)} left"
-        show_status(line, keep=tried == self.trials)
+        left = self.left(self.done + tried * self.trial_work[layer])
+        show_status(f"layer {layer} · {tried} of {self.trials} alphas tried · {left}")
+
+    def end_layer(self, layer: int) -> None:
+        self.done += self.trials * self.trial_work[layer]
+        if not sys.stderr.isatty():
+            print(f"layer {layer} done · {self.left(self.done)}", file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------- printing
@@ -504,7 +531,7 @@ def print_summary(report: dict, heldout_file: str, config: ModelConfig) -> None:
     print(f"         same layers at alpha 1: {ppl_text(ppl['alpha_1'])}, at alpha 0: {ppl_text(ppl['alpha_0'])}")
     if len(steps) > len(alphas):
         print(f"         before the sweeps: {ppl_text(ppl['greedy'])}")
-    print(f"saved    linear parameters {parameters:+.2%} · KV cache {cache:+.1%}")
+    print(f"cost     linear parameters {parameters:+.2%} · KV cache {cache:+.1%}")
     print(f"         FLOPs of a prefill of {tokens:,} tokens {prefill:+.1%}")
 
 

@@ -7,7 +7,8 @@ Shapes are written with these letters:
 
     B  sequences in a batch        n_heads     query heads
     T  tokens of a sequence        n_kv_heads  key/value heads; each serves n_heads / n_kv_heads query heads
-    S  tokens that keys cover      head_dim    width of one head
+    S  T and the tokens in a       head_dim    width of one head
+       cache before them
     D  hidden size                 V           vocabulary size
 """
 
@@ -37,7 +38,7 @@ class ModelConfig:
         query_scale       head_dim**-0.5 (three families)                  query_pre_attn_scalar**-0.5
         embed_scale       1            1              1                    sqrt(D)
         activation        silu         silu           silu                 tanh-approximated GELU
-        tied              no           no             small models         yes: the head is the embedding
+        tied              small models no             small models         yes: the head is the embedding
     """
 
     vocab_size: int
@@ -75,7 +76,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, offset: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size) - offset)
+        self.weight = nn.Parameter(torch.ones(size) - offset)  # a fresh norm multiplies by 1
         self.eps = eps
         self.offset = offset
 
@@ -93,8 +94,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     original context is slowed by `rope_factor`, one that turned more than `rope_high_freq_factor` times is left
     alone, and between the two the change is blended in (the published rule of the Llama 3.1 release).
     """
-    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float()
-    frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+    features = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float()  # 0, 2, 4, ...: one of every pair
+    frequencies = 1.0 / config.rope_theta ** (features / config.head_dim)
     if config.rope_type == "linear":
         return frequencies / config.rope_factor
     if config.rope_type == "llama3":
@@ -124,7 +125,7 @@ def repeat_kv(x: Tensor, n_heads: int) -> Tensor:
     return x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
-QUERY_ROWS = 256  # queries scored at a time where the fused kernel does not apply: memory grows with T, not T squared
+QUERY_ROWS = 256  # queries scored at a time with a window, softcap or longer cache: memory grows with T, not T squared
 
 
 def attend(
@@ -139,21 +140,22 @@ def attend(
     if softcap is None and T in (1, S) and (window is None or window >= S):  # a single newest query sees every key
         return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=scale, enable_gqa=True)
     k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
-    rows = []
-    for queries, position in zip(q.split(QUERY_ROWS, dim=2), torch.arange(S - T, S, device=q.device).split(QUERY_ROWS)):
-        first, last = int(position[0]), int(position[-1])
-        first = 0 if window is None else max(0, first - window + 1)  # no query of this slice sees an earlier key
-        keys, values = k[:, :, first : last + 1], v[:, :, first : last + 1]
-        age = position[:, None] - torch.arange(first, last + 1, device=q.device)  # (rows, keys): tokens back in time
+    positions = torch.arange(S - T, S, device=q.device)  # of the queries
+    outputs = []
+    for queries, at in zip(q.split(QUERY_ROWS, dim=2), positions.split(QUERY_ROWS)):  # R rows of queries, R positions
+        start, end = int(at[0]), int(at[-1]) + 1
+        start = 0 if window is None else max(0, start - window + 1)  # none of these queries sees an earlier key
+        keys, values = k[:, :, start:end], v[:, :, start:end]
+        age = at[:, None] - torch.arange(start, end, device=q.device)  # (R, keys): how many tokens back
         visible = (age >= 0) & (age < (window or S))
         if softcap is None:
-            rows.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale))
+            outputs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale))
         else:
-            scores = scale * (queries @ keys.transpose(2, 3)).float()  # (B, n_heads, rows, keys)
+            scores = scale * (queries @ keys.transpose(2, 3)).float()  # (B, n_heads, R, keys)
             scores = softcap * torch.tanh(scores / softcap)
             weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-            rows.append(weights.to(values.dtype) @ values)
-    return torch.cat(rows, dim=2)
+            outputs.append(weights.to(values.dtype) @ values)
+    return torch.cat(outputs, dim=2)
 
 
 class KVCache:
@@ -161,7 +163,7 @@ class KVCache:
 
     def __init__(self, n_layers: int, max_tokens: int):
         self.max_tokens = max_tokens
-        self.length = 0  # tokens that every block has seen
+        self.length = 0  # tokens that all blocks have seen; `Transformer.hidden` moves it on
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * n_layers
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +184,7 @@ class KVCache:
 class Attention(nn.Module):
     """Grouped-query attention, and the path that HARP keeps of it: O(V(x)).
 
-    Head counts are read off the weights, so that a layer with fewer heads needs no code of its own.
+    Head counts are read off the weights, so that a folded layer, whose o_proj is narrower, needs no code of its own.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -217,16 +219,14 @@ class Attention(nn.Module):
         return self.o_proj(v.transpose(1, 2).flatten(2))
 
     def fold_(self, alpha: float) -> None:
-        """Delete q and k and put what is left into one smaller o_proj, exactly.
-
-        All query heads of a group would read the same value, so their slices of o_proj are summed:
+        """Delete q and k, and sum o_proj's slices of each group of query heads, which would all read the same value:
         (D, n_heads * head_dim) -> (D, n_kv_heads * head_dim). Alpha goes in too, in float32, before one rounding.
         """
         old = self.o_proj
         n_kv_heads = self.v_proj.out_features // self.head_dim
         self.q_proj = self.k_proj = None
+        by_group = old.weight.detach().float().unflatten(1, (n_kv_heads, -1, self.head_dim))  # (D, n_kv_heads, group, ...)
         self.o_proj = nn.Linear(self.v_proj.out_features, old.out_features, bias=old.bias is not None, device="meta")
-        by_group = old.weight.detach().float().unflatten(1, (n_kv_heads, -1, self.head_dim))
         self.o_proj.weight = nn.Parameter((alpha * by_group.sum(2).flatten(1)).to(old.weight.dtype))
         if old.bias is not None:
             self.o_proj.bias = nn.Parameter((alpha * old.bias.detach().float()).to(old.bias.dtype))
@@ -255,8 +255,9 @@ class Block(nn.Module):
         "full"   Post(Attn(Norm(h)))           the pretrained layer
         "vo"     alpha * Post(O(V(Norm(h))))   HARP: no query, no key, no cache; alpha = 0 leaves nothing
 
-    Both `attention_mode` and `alpha` can be set at any time. Post is the identity except in Gemma2, where alpha
-    stands outside of it, because an RMSNorm would swallow any scale put before it.
+    Both can be set at any time until `Transformer.prune_` makes them final; alpha does nothing while the mode is
+    "full". Post is the identity except in Gemma2, where alpha stands outside of it, because an RMSNorm would swallow
+    any scale put before it.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -322,7 +323,7 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the head is; blocks elsewhere are streamed to it (`eval_ppl.advance`)."""
+        """Where the head is."""
         return self.norm.weight.device
 
     def embed(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, D)

@@ -667,7 +667,7 @@ MEASURES = {"search": bench_search, "prefill": bench_prefill, "decode": bench_de
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measured speed and memory beside the predicted.")
     parser.add_argument("what", choices=list(MEASURES), help="paper: the four published shapes, for one large GPU")
-    add_run_arguments(parser, "calibration.txt")
+    add_run_arguments(parser, "calibration.txt", windows="4")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json to fill with random weights")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--top", type=int, metavar="N", help="prune the N highest layers (default: 8)")

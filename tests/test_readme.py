@@ -29,7 +29,7 @@ def test_every_command_has_only_flags_that_exist(command):
 
 def test_pip_commands_name_files_that_pin_everything():
     for command in COMMANDS:
-        if command.startswith("pip "):
+        if command.startswith("pip install -r "):
             lines = (ROOT / command.split()[-1]).read_text().splitlines()
             assert all("==" in line or line.startswith("-r ") for line in lines)
 
