@@ -246,11 +246,19 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     return device, "asked for"
 
 
-def choose_dtype(name: str, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype that `--dtype` asks for, and why. float16 is never chosen on a CPU, where it crawls."""
+def choose_dtype(
+    name: str, checkpoint: Checkpoint, config: ModelConfig, device: torch.device
+) -> tuple[torch.dtype, str]:
+    """The dtype that `--dtype` asks for, and why. float16 is never chosen on a CPU, where it crawls, and refused for
+    models with norms after each sublayer (Gemma2): their residual stream grows beyond its 65,504. Raises UserError."""
+    overflows = config.post_norms
+    if name == "float16" and overflows:
+        raise UserError("--dtype float16 overflows in this family; take bfloat16 or float32")
     if name != "auto":
         return DTYPE_NAMES[name], "asked for"
     stored = stored_dtype(checkpoint)
+    if stored == torch.float16 and overflows and device.type != "cpu":
+        return torch.bfloat16, "stored as float16, which overflows in this family"
     if device.type != "cpu" or stored == torch.float32:
         return stored, "as stored"
     needed, free = 4 * parameters(config), free_memory()

@@ -371,14 +371,18 @@ def run(args: argparse.Namespace) -> None:
     partial = out.with_name(out.name + ".partial")
     identity = run_identity(args, setup, layers, grid, count)
     finished = earlier_report(out, identity)
-    report = finished or earlier_report(partial, identity) or {
-        "identity": identity,
-        "model": name,
-        "text": window_facts(args.text, windows),
-        "heldout_text": window_facts(args.heldout, heldout),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "steps": [],
-    }
+    report = (
+        finished
+        or earlier_report(partial, identity)
+        or {
+            "identity": identity,
+            "model": name,
+            "text": window_facts(args.text, windows),
+            "heldout_text": window_facts(args.heldout, heldout),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "steps": [],
+        }
+    )
 
     print(setup.description)
     print(describe_windows(args.text, windows, setup.ctx, setup.tokenizer.bos_rule), flush=True)

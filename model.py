@@ -27,18 +27,18 @@ ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approxim
 class ModelConfig:
     """Everything that decides what the model computes. Where the families differ, they differ in these fields only:
 
-                          Llama        Mistral        Qwen2                Gemma2
-        qkv_bias          no           no             yes                  no
-        sliding_windows   none         v0.1 only      if the config says   every other layer
-        rope_type         llama3 (3.1) default        default              default
-        norm_offset       0            0              0                    1: the norm multiplies by 1 + weight
-        post_norms        no           no             no                   yes: also after attention and MLP
-        attn_softcap      none         none           none                 50
-        logit_softcap     none         none           none                 30
-        query_scale       head_dim**-0.5 (three families)                  query_pre_attn_scalar**-0.5
-        embed_scale       1            1              1                    sqrt(D)
-        activation        silu         silu           silu                 tanh-approximated GELU
-        tied              small models no             small models         yes: the head is the embedding
+                      Llama        Mistral        Qwen2                Gemma2
+    qkv_bias          no           no             yes                  no
+    sliding_windows   none         v0.1 only      if the config says   every other layer
+    rope_type         llama3 (3.1) default        default              default
+    norm_offset       0            0              0                    1: the norm multiplies by 1 + weight
+    post_norms        no           no             no                   yes: also after attention and MLP
+    attn_softcap      none         none           none                 50
+    logit_softcap     none         none           none                 30
+    query_scale       head_dim**-0.5 (three families)                  query_pre_attn_scalar**-0.5
+    embed_scale       1            1              1                    sqrt(D)
+    activation        silu         silu           silu                 tanh-approximated GELU
+    tied              small models no             small models         yes: the head is the embedding
     """
 
     vocab_size: int
@@ -225,7 +225,9 @@ class Attention(nn.Module):
         old = self.o_proj
         n_kv_heads = self.v_proj.out_features // self.head_dim
         self.q_proj = self.k_proj = None
-        by_group = old.weight.detach().float().unflatten(1, (n_kv_heads, -1, self.head_dim))  # (D, n_kv_heads, group, ...)
+        by_group = (
+            old.weight.detach().float().unflatten(1, (n_kv_heads, -1, self.head_dim))
+        )  # (D, n_kv_heads, group, ...)
         self.o_proj = nn.Linear(self.v_proj.out_features, old.out_features, bias=old.bias is not None, device="meta")
         self.o_proj.weight = nn.Parameter((alpha * by_group.sum(2).flatten(1)).to(old.weight.dtype))
         if old.bias is not None:

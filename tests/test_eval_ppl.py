@@ -150,6 +150,23 @@ def test_a_text_too_short_to_predict(toy, tmp_path, content, capsys):
     assert "too short" in capsys.readouterr().err
 
 
+def test_float16_is_refused_where_it_overflows(golden_copy, toy, text_file, capsys):
+    folder = golden_copy("gemma2")
+    (folder / "tokenizer.json").write_bytes((toy / "tokenizer.json").read_bytes())
+    assert eval_ppl.main(["--ckpt", str(folder), "--text", text_file, "--dtype", "float16"]) == 2
+    assert "--dtype float16 overflows" in capsys.readouterr().err
+
+
+def test_the_cpu_never_chooses_float16(golden_copy, monkeypatch):
+    folder = golden_copy("llama")
+    rewrite_weights(folder, lambda w: w.update({name: tensor.half() for name, tensor in w.items()}))
+    checkpoint = eval_ppl.open_checkpoint(folder)
+    arguments = checkpoint, eval_ppl.model_config(checkpoint.config), torch.device("cpu")
+    assert eval_ppl.choose_dtype("auto", *arguments)[0] == torch.float32
+    monkeypatch.setattr(eval_ppl, "free_memory", lambda: 10)
+    assert eval_ppl.choose_dtype("auto", *arguments)[0] == torch.bfloat16
+
+
 def test_a_tokenizer_of_another_model(golden_copy, toy, text_file, capsys):
     folder = golden_copy("qwen2", vocab_size=100)
     rewrite_weights(folder, lambda w: w.update({k: w[k][:100].clone() for k in w if w[k].shape[0] == 320}))

@@ -27,7 +27,9 @@ def windows():
     return make_windows(torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(5)).tolist(), 24)
 
 
-@pytest.mark.parametrize("family, layers", [("llama", [4, 3, 2]), ("gemma2", [5, 3]), ("qwen2", [4, 1]), ("mistral", [0])])
+@pytest.mark.parametrize(
+    "family, layers", [("llama", [4, 3, 2]), ("gemma2", [5, 3]), ("qwen2", [4, 1]), ("mistral", [0])]
+)
 def test_the_search_finds_what_the_textbook_loop_finds(windows, family, layers):
     expected = naive_search(load(GOLDEN / family), windows, layers, GRID)
     model, seen = load(GOLDEN / family), []

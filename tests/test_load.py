@@ -183,8 +183,16 @@ BAD_FOLDERS = {
     "wrong width": (dict(intermediate_size=96), None, "gate_proj.weight .* has shape .128, 64., .* makes it .96, 64."),
     "missing tensor": ({}, without(UP_PROJ), f"lacks 1 tensors .*{UP_PROJ}"),
     "missing head": ({}, without("lm_head.weight"), "tie_word_embeddings = false"),
-    "stray bias": ({}, plus(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), "does not ask for: .*q_proj.bias"),
-    "query norm": ({}, plus(**{"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}), "does not ask for: .*q_norm"),
+    "stray bias": (
+        {},
+        plus(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
+        "does not ask for: .*q_proj.bias",
+    ),
+    "query norm": (
+        {},
+        plus(**{"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}),
+        "does not ask for: .*q_norm",
+    ),
     "integers": ({}, plus(**{UP_PROJ: torch.ones(128, 64, dtype=torch.int32)}), "stored as I32: quantised"),
     "pointer": ({}, weights_are(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "git lfs pull"),
     "web page": ({}, weights_are(b"<!DOCTYPE html><html>"), "web page"),
@@ -263,7 +271,8 @@ def test_saving_in_bfloat16_rounds_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "harp", [1, {}, {"version": 2, "alphas": {}}, {"version": 1, "alphas": {"9": 1}}, {"version": 1, "alphas": {"4": -1}}]
+    "harp",
+    [1, {}, {"version": 2, "alphas": {}}, {"version": 1, "alphas": {"9": 1}}, {"version": 1, "alphas": {"4": -1}}],
 )
 def test_a_damaged_harp_object(golden_copy, harp):
     with pytest.raises(UserError, match="'harp'"):

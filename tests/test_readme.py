@@ -21,7 +21,9 @@ def test_there_are_commands():
 @pytest.mark.parametrize("command", sorted({c for c in COMMANDS if c.startswith("python ")}))
 def test_every_command_has_only_flags_that_exist(command):
     """A flag that argparse does not know stops the program before it looks at the path; --help comes after all."""
-    run = subprocess.run([sys.executable, *shlex.split(command)[1:], "--help"], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:], "--help"], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     known = set(re.findall(r"--[\w-]+", run.stdout))
     assert set(re.findall(r"--[\w-]+", command)) <= known

@@ -123,7 +123,9 @@ def test_merges_in_both_spellings_and_in_files_of_their_own(tmp_path):
     folder = llama_folder(tmp_path)
     write_bpe_tokenizer(folder, vocab_size=400)
     pairs = load_tokenizer(folder).encode(TEXTS["novel"])
-    edit_json(folder / "tokenizer.json", lambda j: j["model"].update(merges=[" ".join(m) for m in j["model"]["merges"]]))
+    edit_json(
+        folder / "tokenizer.json", lambda j: j["model"].update(merges=[" ".join(m) for m in j["model"]["merges"]])
+    )
     assert load_tokenizer(folder).encode(TEXTS["novel"]) == pairs
 
     stored = json.loads((folder / "tokenizer.json").read_text())
