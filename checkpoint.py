@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -73,7 +74,7 @@ ROPE_KEYS = {
 }
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
                    "special_tokens_map.json", "added_tokens.json", "generation_config.json")  # fmt: skip
-STORED_DTYPES = ("F32", "F16", "BF16")
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # that weights may be stored in
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,15 @@ def read_json(file: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{file} does not hold a JSON object; download it again")
     return content
+
+
+def fits(value: object, shape: object) -> bool:
+    """Whether a JSON value has a shape: a type, [the shape of every item] or {key: the shape of its value}."""
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(fits(value.get(key), item) for key, item in shape.items())
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
+    return isinstance(value, shape) and not isinstance(value, bool)
 
 
 def what_it_is(file: Path) -> str:
@@ -360,10 +370,10 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
                     tensor = StoredTensor(file, entry.get_dtype(), tuple(entry.get_shape()))
                     if name in tensors:
                         raise UserError(f"{name} is in both {tensors[name].file.name} and {file.name} of {path}")
-                    if tensor.dtype not in STORED_DTYPES:
+                    if tensor.dtype not in DTYPES:
                         raise UserError(
                             f"{name} in {file} is stored as {tensor.dtype}: quantised or integer weights are not "
-                            f"supported; use a checkpoint in {', '.join(STORED_DTYPES)}"
+                            f"supported; use a checkpoint in {', '.join(DTYPES)}"
                         )
                     if not math.prod(tensor.shape):
                         raise UserError(f"{name} in {file} is empty (shape {list(tensor.shape)}); download it again")

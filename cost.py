@@ -32,6 +32,7 @@ def layer_parameters(config: ModelConfig, alpha: float | None, folded: bool = Tr
 
 
 def linear_parameters(config: ModelConfig, alphas: Alphas = DENSE, folded: bool = True) -> int:
+    """Parameters of the seven projections of all layers."""
     return sum(layer_parameters(config, alphas.get(layer), folded) for layer in range(config.n_layers))
 
 
@@ -60,6 +61,7 @@ def layer_flops(config: ModelConfig, layer: int, tokens: int, alpha: float | Non
 
 
 def head_flops(config: ModelConfig, positions: int) -> float:
+    """FLOPs of the logits of `positions` positions."""
     return 2.0 * positions * config.hidden_size * config.vocab_size
 
 

@@ -94,16 +94,31 @@ class Perplexity:
 def perplexity(
     model: Transformer, windows: Sequence[Window], on_progress: Callable[[float], None] = lambda share_done: None
 ) -> Perplexity:
-    """exp(summed NLL / tokens scored), over all windows; `on_progress` hears what share of the work is done."""
+    """exp(summed NLL / tokens scored), over all windows; `on_progress` hears what share of the work is done. Raises
+    UserError that names layer and window where numbers are not finite."""
     parts, n_layers = [], len(model.blocks)
     for first in range(0, len(windows), WINDOWS_AT_ONCE):
         some = windows[first : first + WINDOWS_AT_ONCE]
         hiddens = embed(model, some)
         for layer in range(n_layers):
             hiddens = advance(model, hiddens, [layer])
+            check_finite(hiddens, layer, first)
             on_progress((first + len(some) * (layer + 1) / (n_layers + 1)) / len(windows))
         parts.append(score(model, hiddens, some))
-    return Perplexity(sum(p.nll for p in parts), sum(p.tokens for p in parts), len(windows))
+    total = Perplexity(sum(p.nll for p in parts), sum(p.tokens for p in parts), len(windows))
+    if not math.isfinite(total.ppl):
+        raise UserError(f"the perplexity is {total.ppl}: the head is damaged or overflows; try --dtype float32")
+    return total
+
+
+def check_finite(hiddens: Sequence[Tensor], layer: int, before: int) -> None:
+    """Raise UserError if what `layer` made of a window, (1, T, D), holds NaN or infinity; `before` windows precede."""
+    for window, h in enumerate(hiddens, start=before + 1):
+        if not h.isfinite().all():
+            raise UserError(
+                f"layer {layer} gives NaN or infinity in window {window}: its weights are damaged or overflow; "
+                "try --dtype float32"
+            )
 
 
 @torch.inference_mode()
@@ -132,7 +147,8 @@ def advance(
 
 @torch.inference_mode()
 def score(model: Transformer, hiddens: Sequence[Tensor], windows: Sequence[Window]) -> Perplexity:
-    """The last block's output -> summed NLL of the targets. Logits exist for `HEAD_ROWS` positions at a time."""
+    """The last block's output, (1, T, D) for every window -> summed NLL of the targets. Logits exist for `HEAD_ROWS`
+    positions at a time."""
     losses = []
     for h, window in zip(hiddens, windows):
         predicting = h[0, window.first_target - 1 : -1]  # position t predicts token t + 1
@@ -161,8 +177,11 @@ class Setup:
     @property
     def streams(self) -> bool:
         """Whether the model is larger than what is free on the GPU, so that it cannot be there all at once."""
-        needed = parameters(self.config) * self.dtype.itemsize
-        return self.device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info(self.device)[0]
+        if self.device.type != "cuda":
+            return False
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + unused  # what torch keeps and does not use is ours to take
+        return parameters(self.config, self.checkpoint.config["harp"]) * self.dtype.itemsize > 0.8 * free
 
     def load(self, lowest: int | None = None) -> Transformer:
         """Read the weights, and say on stderr what was read and how long it took. Of a model that streams, only the
@@ -189,13 +208,15 @@ def put_on(device: torch.device, model: Transformer, layers: Iterable[int]) -> N
             part.to(device)
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, text: str, windows: str) -> argparse._ArgumentGroup:
-    """The arguments of every command that evaluates a model on a text; `text` is the default one, `windows` says how
-    many are taken of it. Returns the group of those about the text."""
+def add_run_arguments(
+    parser: argparse.ArgumentParser, text: str, windows: str, ctx: str = "2,048; demo model: 512"
+) -> argparse._ArgumentGroup:
+    """The arguments of every command that evaluates a model on a text; `text` is the default one, `windows` and `ctx`
+    name the defaults. Returns the group of those about the text."""
     parser.add_argument("--ckpt", metavar="DIR", help="checkpoint folder (default: the demo model, fetched once)")
     about_text = parser.add_argument_group("text")
     about_text.add_argument("--text", default=own_text(text), metavar="FILE", help="UTF-8 text (default: %(default)s)")
-    about_text.add_argument("--ctx", type=int, metavar="N", help="tokens in a window (default: 2,048; demo model: 512)")
+    about_text.add_argument("--ctx", type=int, metavar="N", help=f"tokens in a window (default: {ctx})")
     about_text.add_argument("--windows", type=int, metavar="N", help=f"windows from its start (default: {windows})")
     group = parser.add_argument_group("machine")
     group.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, mps (default: %(default)s)")
@@ -207,18 +228,24 @@ def own_text(name: str) -> str:
     return os.path.relpath(ROOT / "data" / name)
 
 
-def prepare(args: argparse.Namespace) -> Setup:
-    """Open the checkpoint and choose device, dtype and window size. Raises UserError."""
-    if args.ckpt is None:
+def named_checkpoint(ckpt: str | None) -> Checkpoint:
+    """The folder that --ckpt names, or the demo model's. Raises UserError."""
+    if ckpt is None:
         from extras.demo_checkpoint import demo_checkpoint  # needs gguf, which nothing else does
 
-        checkpoint = open_checkpoint(demo_checkpoint())
-    else:
-        checkpoint = open_checkpoint(args.ckpt)
+        ckpt = demo_checkpoint()
+    return open_checkpoint(ckpt)
+
+
+def prepare(ckpt: str | None, asked_device: str, asked_dtype: str, ctx: int | None) -> Setup:
+    """Open the checkpoint and choose device, dtype and window size, from what the command line says. Raises
+    UserError."""
+    checkpoint = named_checkpoint(ckpt)
     config = model_config(checkpoint.config)
-    device, device_why = choose_device(args.device)
-    dtype, dtype_why = choose_dtype(args.dtype, checkpoint, config, device)
-    ctx = min(512 if args.ckpt is None else 2048, config.max_position_embeddings) if args.ctx is None else args.ctx
+    device, device_why = choose_device(asked_device)
+    dtype, dtype_why = choose_dtype(asked_dtype, checkpoint, config, device)
+    if ctx is None:
+        ctx = min(512 if ckpt is None else 2048, config.max_position_embeddings)
     if not 2 <= ctx <= config.max_position_embeddings:
         raise UserError(f"--ctx {ctx} is out of range: this model takes 2 to {config.max_position_embeddings:,} tokens")
     description = (
@@ -368,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    setup = prepare(args)
+    setup = prepare(args.ckpt, args.device, args.dtype, args.ctx)
     bos_rule = args.bos or setup.tokenizer.bos_rule
     windows = read_windows(setup, args.text, args.windows, args.stride, bos_rule)
     print(setup.description)
@@ -377,8 +404,6 @@ def evaluate(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     result = perplexity(model, windows, show_share("perplexity"))
     show_status("")
-    if not math.isfinite(result.ppl):
-        raise UserError(f"the perplexity is {result.ppl}: the weights are damaged or overflow; try --dtype float32")
     scored_bytes = sum(setup.tokenizer.byte_count(window.targets.tolist()) for window in windows)
     bits = result.nll / math.log(2) / scored_bytes
     print(f"ppl      {result.ppl:.4f} · {bits:.4f} bits per byte · {clock(time.perf_counter() - started)}")

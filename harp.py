@@ -8,6 +8,7 @@ its Algorithm 1; everything after it is about running that search on real files 
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import math
@@ -16,7 +17,8 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 import cost
-from checkpoint import Checkpoint, UserError, open_checkpoint, read_json
+from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, fits, open_checkpoint
 from eval_ppl import (
     Setup,
     Window,
@@ -249,22 +251,20 @@ def prompt_ids(prompt: str, setup: Setup) -> Tensor:
 # --------------------------------------------------------------------------------------------------- the state on disk
 
 
-def run_identity(args: argparse.Namespace, setup: Setup, layers: list[int], grid: list[float], windows: int) -> dict:
+def run_identity(setup: Setup, text: str, heldout: str, **choices: object) -> dict:
     """Everything that decides a run's result. A state with another identity is never continued."""
+    path = setup.checkpoint.path
     return {
-        "config": file_hash(setup.checkpoint.path / "config.json"),
+        "config": file_hash(path / "config.json"),
         "weights": sampled_hash(setup.checkpoint),
-        "text": file_hash(args.text),
-        "heldout text": file_hash(args.heldout),
-        "layers": layers,
-        "grid": grid,
-        "search": args.search,
-        "sweeps": args.sweeps,
+        "tokenizer": [file_hash(path / name) for name in TOKENIZER_FILES if (path / name).exists()],
+        "text": file_hash(text),
+        "heldout text": file_hash(heldout),
         "ctx": setup.ctx,
-        "windows": windows,
         "BOS rule": setup.tokenizer.bos_rule,
         "dtype": dtype_name(setup.dtype),
         "device": setup.device.type,
+        **choices,
     }
 
 
@@ -285,6 +285,12 @@ def sampled_hash(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+STATE_SHAPE = {
+    "identity": dict,
+    "steps": [{"layer": int, "alpha": float, "ppl": float, "tried": [list], "seconds": float}],
+}
+
+
 def earlier_report(folder: Path, identity: dict) -> dict | None:
     """The report that an earlier run of the same identity left in `folder`, or None if there is no such folder or
     nothing in it. Raises UserError if the folder is anything else; it is left as it is."""
@@ -292,21 +298,47 @@ def earlier_report(folder: Path, identity: dict) -> dict | None:
         raise UserError(f"{folder} is a file; name a folder with --out")
     if not folder.exists() or not any(folder.iterdir()):
         return None
-    if not (folder / "harp.json").exists():
+    state = folder / "harp.json"
+    if not state.exists():
         raise UserError(f"{folder} exists and is no run of harp.py; name another folder with --out")
-    report = read_json(folder / "harp.json")
-    found = report.get("identity", {})
+    try:
+        report = json.loads(state.read_bytes())
+    except ValueError:  # a crash of the whole machine may leave half a file
+        report = None
+    if not fits(report, STATE_SHAPE):
+        raise UserError(f"{state} is damaged; delete the folder, or name another one with --out")
+    found = report["identity"]
     other = [
         f"{key} ({found.get(key)} there, {now} here)" if isinstance(now, int) or key == "dtype" else key
         for key, now in identity.items()
         if found.get(key) != now
     ]
     if other:
-        raise UserError(f"{folder} holds a run that differs in {', '.join(other)}; name another folder with --out")
+        # --dtype auto depends on the memory that is free
+        same = f"take --dtype {found['dtype']}, or " if found.get("dtype") not in (None, identity["dtype"]) else ""
+        raise UserError(
+            f"{folder} holds a run that differs in {', '.join(other)}; {same}name another folder with --out"
+        )
     return report
 
 
-def write_json(file: Path, content: dict) -> None:
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Make a folder and keep other runs out of it. The lock ends with the process, in whatever way that ends. Raises
+    UserError if another run has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run is writing to {folder}; wait for it, or take another --out") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def replace_json(file: Path, content: dict) -> None:
     """All of it or nothing: a crash while writing leaves the old file in place."""
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -314,6 +346,7 @@ def write_json(file: Path, content: dict) -> None:
 
 
 def steps_of(report: dict) -> list[Step]:
+    """The report's steps, which JSON keeps as plain dicts and lists."""
     return [Step(**step | {"tried": tuple(map(tuple, step["tried"]))}) for step in report["steps"]]
 
 
@@ -344,6 +377,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         show_status("")
         print(f"harp.py: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        show_status("")
+        where = f" {error.filename}" if error.filename else ""
+        print(f"harp.py: cannot read or write{where}: {error.strerror}; what was saved is intact", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nharp.py: interrupted; the same command goes on from what is finished", file=sys.stderr)
         return 130
@@ -353,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     # Whatever can be refused is refused here, before a weight is read.
     grid = parse_grid(args.grid)
-    setup = prepare(args)
+    setup = prepare(args.ckpt, args.device, args.dtype, args.ctx)
     path = setup.checkpoint.path
     if setup.checkpoint.config["harp"]:
         raise UserError(f"{path} is pruned already; its perplexity: python eval_ppl.py --ckpt {path}")
@@ -368,9 +406,15 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--prompt needs the whole model on the device, which has too little memory; leave it out")
     name = path.resolve().name
     out = args.out or Path("out") / f"{name}-harp{len(layers)}"
+    if not out.name:
+        raise UserError(f"--out {out} has no name of its own; name a new folder")
     partial = out.with_name(out.name + ".partial")
-    identity = run_identity(args, setup, layers, grid, count)
+    identity = run_identity(
+        setup, args.text, args.heldout, layers=layers, grid=grid, search=args.search, sweeps=args.sweeps, windows=count
+    )
     finished = earlier_report(out, identity)
+    if finished and "saved" not in finished.get("heldout_ppl", {}):
+        raise UserError(f"{out} holds an unfinished run; give --out the name it was to have in the end")
     report = (
         finished
         or earlier_report(partial, identity)
@@ -386,40 +430,54 @@ def run(args: argparse.Namespace) -> None:
 
     print(setup.description)
     print(describe_windows(args.text, windows, setup.ctx, setup.tokenizer.bos_rule), flush=True)
-    model = None if finished and prompt is None else setup.load(min(layers))
-    if finished:
-        print_steps(report)
-    else:
-        partial.mkdir(parents=True, exist_ok=True)
-        run_search(model, windows, layers, grid, args.search, args.sweeps, report, partial / "harp.json")
-        steps = steps_of(report)
-        show_status("perplexity on the held-out text")
-        report["heldout_ppl"] = heldout_perplexities(model, heldout, {
+    with nullcontext() if finished else hold(partial):
+        model = None if finished and prompt is None else setup.load(min(layers))
+        if finished:
+            print_steps(report)
+        else:
+            run_search(model, windows, layers, grid, args.search, args.sweeps, report, partial / "harp.json")
+            judge(model, heldout, layers, report)
+        print_summary(report, args.heldout, setup.config)
+        if prompt is not None:
+            print_continuations(model, setup, prompt, alphas_after(steps_of(report)))
+        if not finished:
+            save(model, partial, path, stored_dtype(setup.checkpoint))
+            del model  # the saved one takes its place in memory
+            model = replace(setup, checkpoint=open_checkpoint(partial)).load()
+            saved = perplexity(model, heldout, show_share("perplexity of the saved model"))
+            show_status("")
+            report["heldout_ppl"]["saved"] = saved.ppl
+            replace_json(partial / "harp.json", report)
+            card = model_card(name, alphas_after(steps_of(report)), report)
+            (partial / "README.md").write_text(card, encoding="utf-8")
+            partial.rename(out)
+    print(f"result   {out} · reloaded from there: ppl {ppl_text(report['heldout_ppl']['saved'])}")
+    command = ["python", "eval_ppl.py", "--ckpt", str(out), "--ctx", str(setup.ctx), "--windows", str(count)]
+    for flag, value, default in (
+        ("--text", args.heldout, own_text("heldout.txt")),
+        ("--dtype", args.dtype, "auto"),
+        ("--device", args.device, "auto"),
+    ):
+        command += [] if value == default else [flag, value]
+    print(shlex.join(command))  # gives the same number
+
+
+def judge(model: Transformer, heldout: Sequence[Window], layers: list[int], report: dict) -> None:
+    """Put the held-out perplexities into the report, beside what the same layers give without a search."""
+    steps = steps_of(report)
+    show_status("perplexity on the held-out text")
+    report["heldout_ppl"] = heldout_perplexities(
+        model,
+        heldout,
+        {
             "dense": {},
             "alpha_1": dict.fromkeys(layers, 1.0),
             "alpha_0": dict.fromkeys(layers, 0.0),
             "greedy": alphas_after(steps[: len(layers)]),
             "pruned": alphas_after(steps),  # last, so that the model is saved with these
-        })  # fmt: skip
-        show_status("")
-    print_summary(report, args.heldout, setup.config)
-    if prompt is not None:
-        print_continuations(model, setup, prompt, alphas_after(steps_of(report)))
-    if not finished:
-        save(model, partial, path, stored_dtype(setup.checkpoint))
-        del model  # the saved one takes its place in memory
-        model = replace(setup, checkpoint=open_checkpoint(partial)).load()
-        saved = perplexity(model, heldout, show_share("perplexity of the saved model")).ppl
-        show_status("")
-        report["heldout_ppl"]["saved"] = saved if math.isfinite(saved) else None
-        write_json(partial / "harp.json", report)
-        card = model_card(name, alphas_after(steps), report)
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        partial.rename(out)
-    print(f"result   {out} · reloaded from there: ppl {ppl_text(report['heldout_ppl']['saved'])}")
-    text = [] if args.heldout == own_text("heldout.txt") else ["--text", args.heldout]
-    command = ["python", "eval_ppl.py", "--ckpt", str(out), *text, "--ctx", str(setup.ctx), "--windows", str(count)]
-    print(shlex.join(command))  # gives the same number
+        },
+    )
+    show_status("")
 
 
 def run_search(
@@ -433,23 +491,21 @@ def run_search(
     state: Path,
 ) -> None:
     """Search, or go on with the search that `report` is of. After every layer the report is in the file `state`."""
-    write_json(state, report)
+    replace_json(state, report)
     if "dense_ppl" not in report:
         report["dense_ppl"] = perplexity(model, windows, show_share("perplexity before pruning")).ppl
         show_status("")
-        if not math.isfinite(report["dense_ppl"]):
-            raise UserError(f"the unpruned model's perplexity is {report['dense_ppl']}; try --dtype float32")
-        write_json(state, report)
+        replace_json(state, report)
     done = steps_of(report)
     if done:
         print(f"going on: {len(done)} of {len(layers) * (1 + sweeps)} layers were done before", file=sys.stderr)
     print_steps(report)
     order = (layers * (1 + sweeps))[len(done) :]
-    progress = Progress(model.config, windows, order, count_trials(method, grid))
+    progress = Progress(model.config, windows, layers, order, count_trials(method, grid))
 
     def on_step(step: Step) -> None:
         report["steps"].append(asdict(step))
-        write_json(state, report)
+        replace_json(state, report)
         show_status("")
         print_step(step, report["dense_ppl"])
         progress.end_layer(step.layer)
@@ -472,12 +528,15 @@ class Progress:
     """How far a search is and how long the rest of it will take, on stderr: in a terminal after every trial, elsewhere
     after every layer. The estimate goes by counted operations, since trials grow dearer as the search moves down."""
 
-    def __init__(self, config: ModelConfig, windows: Sequence[Window], order: Sequence[int], trials: int):
+    def __init__(
+        self, config: ModelConfig, windows: Sequence[Window], layers: Sequence[int], order: Sequence[int], trials: int
+    ):
+        """`order`: the layers still to search, of `layers`; `trials`: alphas tried for each, at most."""
         tokens, scored = len(windows[0].ids), len(windows[0].targets)
-        pruned = dict.fromkeys(order, 1.0)  # any alpha above 0 costs the same
+        pruned = dict.fromkeys(layers, 1.0)  # any alpha above 0 costs the same
         self.trials = trials
         self.trial_work = {layer: cost.trial_flops(config, layer, tokens, scored, pruned) for layer in order}
-        self.done = sum(cost.layer_flops(config, layer, tokens, None) for layer in range(min(order, default=0)))
+        self.done = sum(cost.layer_flops(config, layer, tokens, None) for layer in range(min(layers)))
         self.total = self.done + trials * sum(self.trial_work[layer] for layer in order)
         self.started = time.perf_counter()
 
@@ -499,6 +558,7 @@ class Progress:
 
 
 def window_facts(file: str, windows: Sequence[Window]) -> dict:
+    """What the report says of a text."""
     return {
         "file": Path(file).name,
         "windows": len(windows),

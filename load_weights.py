@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, check_values, open_checkpoint, read_json
+from checkpoint import DTYPES, TOKENIZER_FILES, Checkpoint, UserError, check_values, open_checkpoint, read_json
 from model import ACTIVATIONS, ModelConfig, Transformer
 
 # Hugging Face's names -> ours; {} is the layer, None means: left out on purpose.
@@ -43,7 +43,6 @@ FOUR_NORM_NAMES = {
     "model.layers.{}.pre_feedforward_layernorm.weight": "blocks.{}.mlp_norm.weight",
     "model.layers.{}.post_feedforward_layernorm.weight": "blocks.{}.mlp_post_norm.weight",
 }
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load(path: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Transformer:
@@ -70,27 +69,34 @@ def save(model: Transformer, path: str | Path, source: str | Path, dtype: torch.
     """Write a model that was loaded from the folder `source`, its pruning made final, as a folder that `load` reads.
 
     The new folder has the source's tokenizer files and its config.json plus a "harp" object; weights are rounded once
-    to `dtype` (None: as they are). config.json comes last, so that an unfinished folder is no checkpoint.
+    to `dtype` (None: as they are). Raises UserError if the disk is full.
     """
-    source, path = Path(source), Path(path)
-    path.mkdir(parents=True, exist_ok=True)
     parameters = model.prune_().state_dict()
     weights = {
         theirs: parameters[ours].to(device="cpu", dtype=dtype).contiguous()
         for theirs, ours in checkpoint_names(model).items()
         if ours is not None
     }
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, path / name)
     harp = {
         "version": 1,
         "alphas": {str(layer): alpha for layer, alpha in sorted(model.pruned.items(), reverse=True)},
         "folded": ["o_proj"] if model.config.post_norms else ["o_proj", "alpha"],
     }
-    config = json.dumps(read_json(source / "config.json") | {"harp": harp}, indent=2)
-    (path / "config.json").write_text(config + "\n", encoding="utf-8")
+    write_folder(Path(path), weights, read_json(Path(source) / "config.json") | {"harp": harp}, Path(source))
+
+
+def write_folder(path: Path, weights: dict[str, torch.Tensor], config: dict, source: Path) -> None:
+    """A checkpoint folder with these weights, this config.json and the tokenizer files of `source`. config.json comes
+    last, so that an unfinished folder is no checkpoint. Raises UserError if it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        for name in TOKENIZER_FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, path / name)
+        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {error}") from None
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -102,7 +108,8 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def model_config(config: dict) -> ModelConfig:
-    """Translate a validated config.json (`checkpoint.read_config`). The one place that asks which family it is."""
+    """Translate a validated config.json (`checkpoint.read_config`); past this, nothing of the model asks which family
+    it is. Raises UserError."""
     family, rope = config["model_type"], config["rope"]
     gemma = family == "gemma2"
     activation = config["hidden_activation" if gemma else "hidden_act"]
@@ -236,7 +243,7 @@ def read_tensors(
         with safe_open(file, framework="pt") as handle:
             for ours, theirs in sources.items():
                 if checkpoint.tensors[theirs].file == file:
-                    tensor = handle.get_tensor(theirs)
+                    tensor = handle.get_tensor(theirs).to(dtype)
                     check_values(checkpoint, theirs, tensor)
-                    tensors[ours] = tensor.to(device=device, dtype=dtype)
+                    tensors[ours] = tensor.to(device)
     return tensors

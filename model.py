@@ -25,21 +25,8 @@ ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approxim
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that decides what the model computes. Where the families differ, they differ in these fields only:
-
-                      Llama        Mistral        Qwen2                Gemma2
-    qkv_bias          no           no             yes                  no
-    sliding_windows   none         v0.1 only      if the config says   every other layer
-    rope_type         llama3 (3.1) default        default              default
-    norm_offset       0            0              0                    1: the norm multiplies by 1 + weight
-    post_norms        no           no             no                   yes: also after attention and MLP
-    attn_softcap      none         none           none                 50
-    logit_softcap     none         none           none                 30
-    query_scale       head_dim**-0.5 (three families)                  query_pre_attn_scalar**-0.5
-    embed_scale       1            1              1                    sqrt(D)
-    activation        silu         silu           silu                 tanh-approximated GELU
-    tied              small models no             small models         yes: the head is the embedding
-    """
+    """Everything that decides what the model computes. Where the families differ, they differ in these fields only; the
+    README has the table."""
 
     vocab_size: int
     hidden_size: int  # D
@@ -140,13 +127,13 @@ def attend(
     if softcap is None and T in (1, S) and (window is None or window >= S):  # a single newest query sees every key
         return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=scale, enable_gqa=True)
     k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
-    positions = torch.arange(S - T, S, device=q.device)  # of the queries
-    outputs = []
-    for queries, at in zip(q.split(QUERY_ROWS, dim=2), positions.split(QUERY_ROWS)):  # R rows of queries, R positions
-        start, end = int(at[0]), int(at[-1]) + 1
-        start = 0 if window is None else max(0, start - window + 1)  # none of these queries sees an earlier key
+    outputs, end = [], S - T
+    for queries in q.split(QUERY_ROWS, dim=2):  # R rows, at positions first to end
+        first, end = end, end + queries.shape[2]
+        start = 0 if window is None else max(0, first - window + 1)  # none of these queries sees an earlier key
         keys, values = k[:, :, start:end], v[:, :, start:end]
-        age = at[:, None] - torch.arange(start, end, device=q.device)  # (R, keys): how many tokens back
+        position = torch.arange(start, end, device=q.device)
+        age = position[first - start :, None] - position  # (R, keys): how many tokens back
         visible = (age >= 0) & (age < (window or S))
         if softcap is None:
             outputs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale))
@@ -225,9 +212,8 @@ class Attention(nn.Module):
         old = self.o_proj
         n_kv_heads = self.v_proj.out_features // self.head_dim
         self.q_proj = self.k_proj = None
-        by_group = (
-            old.weight.detach().float().unflatten(1, (n_kv_heads, -1, self.head_dim))
-        )  # (D, n_kv_heads, group, ...)
+        weight = old.weight.detach().float()  # (D, n_heads * head_dim)
+        by_group = weight.unflatten(1, (n_kv_heads, -1, self.head_dim))  # (D, n_kv_heads, group, head_dim)
         self.o_proj = nn.Linear(self.v_proj.out_features, old.out_features, bias=old.bias is not None, device="meta")
         self.o_proj.weight = nn.Parameter((alpha * by_group.sum(2).flatten(1)).to(old.weight.dtype))
         if old.bias is not None:

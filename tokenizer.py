@@ -5,7 +5,6 @@ byte-level BPE in any of its three dresses (`tokenizer.json`, `vocab.json` + `me
 """
 
 import base64
-import binascii
 import re
 import unicodedata
 from functools import lru_cache
@@ -15,7 +14,7 @@ import regex
 import sentencepiece
 import tiktoken
 
-from checkpoint import UserError, check_folder, has, read_config, read_json, what_it_is
+from checkpoint import UserError, check_folder, fits, has, read_config, read_json, what_it_is
 
 # Splits of a text into the pieces inside which BPE merges. GPT-2's is what "ByteLevel" means in a tokenizer.json.
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -102,7 +101,6 @@ class BPETokenizer:
         self.bytes_of_id = {i: token for token, i in tokens.items()} | {
             i: name.encode() for name, i in (specials | self.words).items()
         }
-        self.vocab_size = max(self.bytes_of_id) + 1
         self.encode_piece = lru_cache(maxsize=1 << 16)(self.encode_piece)  # most pieces of a text are words seen before
         self.bos_id: int | None = None
         self.bos_rule = "none"
@@ -164,7 +162,7 @@ def read_text(file: str | Path) -> str:
     except OSError as error:
         raise UserError(f"cannot read the text {file}: {error.strerror}") from None
     if data.startswith(b"version https://git-lfs"):
-        raise UserError(f"{file}{what_it_is(Path(file))}")
+        raise UserError(f"{file} is no text{what_it_is(Path(file))}")
     encoding = utf_16_or_32(data)
     if encoding:
         raise UserError(f"{file} is {encoding} text; convert it: iconv -f {encoding} -t UTF-8")
@@ -253,16 +251,7 @@ def damaged(file: Path, what: str) -> UserError:
     return UserError(f"{file} is damaged: {what}; download it again")
 
 
-def fits(value: object, shape: object) -> bool:
-    """Whether a JSON value has a shape: a type, [the shape of every item] or {key: the shape of its value}."""
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and all(fits(value.get(key), item) for key, item in shape.items())
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
-    return isinstance(value, shape) and not isinstance(value, bool)
-
-
-def steps_of(file: Path, stored: dict, part: str, list_key: str) -> list[dict]:
+def steps_of_part(file: Path, stored: dict, part: str, list_key: str) -> list[dict]:
     """The steps of one part of a tokenizer.json, which holds null, one step or a sequence of them."""
     content = stored.get(part)
     if isinstance(content, dict):
@@ -276,14 +265,14 @@ def steps_of(file: Path, stored: dict, part: str, list_key: str) -> list[dict]:
 
 def template_bos(file: Path, stored: dict) -> str | None:
     """The token that a tokenizer.json's post-processor puts before every text, if it puts one."""
-    for step in steps_of(file, stored, "post_processor", "processors"):
+    for step in steps_of_part(file, stored, "post_processor", "processors"):
         match step:
             case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": str(name)}}, *_]}:
                 return name
             case {"type": "ByteLevel"} | {"type": "TemplateProcessing", "single": [{"Sequence": dict()}, *_]}:
                 pass
             case _:
-                raise UserError(f"{file} ends a text by a rule that is not supported: {step!r:.200}")
+                raise UserError(f"{file} adds tokens around a text by a rule that is not supported: {step!r:.200}")
     return None
 
 
@@ -337,7 +326,7 @@ def from_merges(vocab_file: Path, merges_file: Path, settings: dict) -> BPEToken
     kind = settings.get("tokenizer_class")
     if kind not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
         raise UserError(
-            f"{merges_file} does not say how a text is split, and tokenizer class {kind!r} is not known to; "
+            f"{merges_file} does not say how a text is split, and for tokenizer class {kind!r} it is not known; "
             "put the checkpoint's tokenizer.json into the folder"
         )
     added, settings_file = settings.get("added_tokens_decoder") or {}, vocab_file.with_name("tokenizer_config.json")
@@ -356,7 +345,7 @@ def from_tiktoken(file: Path, config: dict) -> BPETokenizer:
     try:
         pairs = [line.split() for line in file.read_bytes().splitlines() if line]
         tokens = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, binascii.Error):
+    except ValueError:
         raise damaged(file, "a line is not a token and its rank") from None
     if sorted(tokens.values()) != list(range(len(pairs))):
         raise damaged(file, "its ranks do not count from 0 up")
@@ -412,7 +401,7 @@ def merged_tokens(file: Path, merges: list[list[str]], tokens: dict[bytes, int])
 
 def read_splits(file: Path, stored: dict) -> list[str]:
     """The regular expressions by which a tokenizer.json's pre-tokenizer cuts a text, in order."""
-    patterns, steps = [], steps_of(file, stored, "pre_tokenizer", "pretokenizers")
+    patterns, steps = [], steps_of_part(file, stored, "pre_tokenizer", "pretokenizers")
     for step in steps:
         match step:
             case {"type": "ByteLevel", "add_prefix_space": False} if step is steps[-1]:
@@ -449,7 +438,7 @@ def check_pattern(file: Path, pattern: str) -> str:
 
 def reads_nfc(file: Path, stored: dict) -> bool:
     """Whether a tokenizer.json composes characters (NFC) before encoding; any other normaliser is refused."""
-    steps = steps_of(file, stored, "normalizer", "normalizers")
+    steps = steps_of_part(file, stored, "normalizer", "normalizers")
     for step in steps:
         if step.get("type") != "NFC":
             raise UserError(f"{file} normalises text by a rule that is not supported: {step!r:.200}")

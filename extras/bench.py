@@ -34,10 +34,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import cost
-from checkpoint import UserError, open_checkpoint, read_config
+from checkpoint import UserError, read_config
 from eval_ppl import (
-    DTYPE_NAMES, ROOT, Window, add_run_arguments, choose_device, choose_dtype, dtype_name, make_windows, perplexity,
-    prepare, read_windows, short_count,
+    DTYPE_NAMES, ROOT, Window, add_run_arguments, choose_device, choose_dtype, dtype_name, make_windows,
+    named_checkpoint, perplexity, prepare, read_windows, short_count,
 )  # fmt: skip
 from harp import GRID, Step, choose_layers, parse_grid, search, set_alphas
 from load_weights import load, model_config
@@ -123,12 +123,7 @@ def choose_subject(args: argparse.Namespace) -> Subject:
         folder = args.config.parent if args.config.name == "config.json" else args.config
         dtype = DTYPE_NAMES["bfloat16" if args.dtype == "auto" else args.dtype]
         return Subject(folder, True, model_config(read_config(folder)), device, dtype)
-    if args.ckpt is None:
-        from extras.demo_checkpoint import demo_checkpoint  # needs gguf, which nothing else does
-
-        checkpoint = open_checkpoint(demo_checkpoint())
-    else:
-        checkpoint = open_checkpoint(args.ckpt)
+    checkpoint = named_checkpoint(args.ckpt)
     if checkpoint.config["harp"]:
         raise UserError(f"{checkpoint.path} is pruned already: take the checkpoint that it was made from")
     config = model_config(checkpoint.config)
@@ -294,7 +289,7 @@ def bench_search(args: argparse.Namespace) -> None:
         ctx = args.ctx or 512
         windows = make_windows(random_ids(subject.config, ctx * count)[0].tolist(), ctx)
     else:
-        setup = prepare(args)
+        setup = prepare(args.ckpt, args.device, args.dtype, args.ctx)
         ctx, windows = setup.ctx, read_windows(setup, args.text, count)
     print_header(subject, layers, f"median of {args.repeats}")
     print(f"search   {len(grid)} alphas · {len(windows)} windows of {ctx:,} tokens", flush=True)
@@ -667,7 +662,7 @@ MEASURES = {"search": bench_search, "prefill": bench_prefill, "decode": bench_de
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measured speed and memory beside the predicted.")
     parser.add_argument("what", choices=list(MEASURES), help="paper: the four published shapes, for one large GPU")
-    add_run_arguments(parser, "calibration.txt", windows="4")
+    add_run_arguments(parser, "calibration.txt", windows="4", ctx="2,048; demo model or --config: 512; memory: 256")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json to fill with random weights")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--top", type=int, metavar="N", help="prune the N highest layers (default: 8)")

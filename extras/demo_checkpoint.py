@@ -140,4 +140,8 @@ def convert(gguf_file: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(demo_checkpoint())
+    try:
+        print(demo_checkpoint())
+    except UserError as error:
+        print(f"demo_checkpoint.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -17,21 +17,19 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, open_checkpoint, read_json
+from checkpoint import Checkpoint, UserError, open_checkpoint, read_json
 from eval_ppl import choose_dtype, dtype_name
 from extras.model_card import model_card
 from extras.spike import make_spike
-from load_weights import checkpoint_names, load, model_config, stored_dtype
+from load_weights import checkpoint_names, load, model_config, stored_dtype, write_folder
 from model import Attention, Block, ModelConfig, RMSNorm, Transformer
 
 # Whose architecture an export has. Stock Mistral has no biases, and is a Llama but for them and its window. Qwen2 would
@@ -138,7 +136,6 @@ def unfold(folded: nn.Linear, config: ModelConfig) -> nn.Linear:
 
 def write_export(model: Transformer, checkpoint: Checkpoint, plan: Plan, folder: Path) -> None:
     """Write a model that `make_dense_` has changed, in the pruned folder's dtype, as a folder for stock software."""
-    folder.mkdir()
     dtype, parameters = stored_dtype(checkpoint), model.state_dict()
     # In bfloat16, a norm with a small alpha inside would be off by 1 to 2 %: whoever loads it may decide that
     exact = {f"blocks.{layer}.attn_post_norm.weight" for layer in model.pruned}
@@ -147,10 +144,7 @@ def write_export(model: Transformer, checkpoint: Checkpoint, plan: Plan, folder:
         for theirs, ours in checkpoint_names(model).items()
         if ours is not None
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    for name in TOKENIZER_FILES:
-        if (checkpoint.path / name).exists():
-            shutil.copyfile(checkpoint.path / name, folder / name)
+    write_folder(folder, weights, export_config(checkpoint, plan), checkpoint.path)
     if plan.encoding == "window":  # with a window of 1, the default cache of transformers 5.24 shows all it ever saw
         file = folder / "generation_config.json"
         ends = {key: checkpoint.config[key] for key in ("bos_token_id", "eos_token_id")}
@@ -159,7 +153,6 @@ def write_export(model: Transformer, checkpoint: Checkpoint, plan: Plan, folder:
         file = folder / "tokenizer_config.json"
         stored = read_json(file) if file.exists() else {}
         write_json(file, stored | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    write_json(folder / "config.json", export_config(checkpoint, plan))
 
 
 def export_config(checkpoint: Checkpoint, plan: Plan) -> dict:
@@ -288,6 +281,10 @@ def export(ckpt: str | Path, out: Path, encoding: str | None = None, ctx: int | 
         raise UserError(f"{ckpt} is not pruned: transformers reads it as it is, and harp.py prunes it")
     if out.exists():
         raise UserError(f"{out} exists; name another folder with --out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {out.parent}: {error.strerror}; name another folder with --out") from None
     report, plan = read_report(checkpoint), make_plan(checkpoint, encoding)
     exact = plan.config.max_position_embeddings
     ctx = min(256, exact) if ctx is None else ctx
@@ -305,7 +302,6 @@ def export(ckpt: str | Path, out: Path, encoding: str | None = None, ctx: int | 
         ids = model.generate(prompt, new)
         expected = model(ids)
     make_dense_(model, plan)
-    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
         folder = Path(scratch) / out.name
         write_export(model, checkpoint, plan, folder)

@@ -1,10 +1,12 @@
 """Perplexity: anchors that need no reference, windows, and the command line."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import GOLDEN, rewrite_weights
+from conftest import GOLDEN, ROOT, rewrite_weights
 
 import eval_ppl
 from eval_ppl import advance, embed, make_windows, perplexity, score
@@ -83,6 +85,35 @@ def test_stages_make_up_the_model(text_ids):
     assert score(model, hiddens, windows).nll == perplexity(model, windows).nll
     with torch.inference_mode():
         assert torch.equal(model.head(hiddens[0]), model(windows[0].ids[None]))
+
+
+def test_memory_of_a_large_vocabulary():
+    """128,256 tokens' logits of a window of 4,096 would take 2.1 GB; no more than 300 MB may be added by scoring."""
+    code = """
+import torch
+from eval_ppl import Window, perplexity
+from model import ModelConfig, Transformer
+def peak(): return int([l for l in open("/proc/self/status") if "VmHWM" in l][0].split()[1]) / 1e3
+model = Transformer(ModelConfig(128256, 128, 256, 2, 2, 1, 64, 4096, (None, None), 0.125, tied=True))
+ids = torch.randint(0, 128256, (4096,))
+before = peak()
+perplexity(model, [Window(ids, 1)])
+print(peak() - before)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert float(run.stdout) < 300
+
+
+def test_what_is_not_finite_is_named_by_layer_and_window(text_ids):
+    model, windows = load(GOLDEN / "llama"), make_windows(text_ids, 32)
+    only_in_the_second = next(i for i in windows[1].ids.tolist() if i not in windows[0].ids.tolist())
+    model.embed_tokens.weight.data[only_in_the_second] = float("nan")
+    with pytest.raises(eval_ppl.UserError, match="layer 0 gives NaN or infinity in window 2"):
+        perplexity(model, windows)
+    model = load(GOLDEN / "llama")
+    model.blocks[3].mlp.down_proj.weight.data.fill_(3e38)
+    with pytest.raises(eval_ppl.UserError, match="layer 3 gives NaN or infinity in window 1"):
+        perplexity(model, windows)
 
 
 def test_blocks_elsewhere_are_streamed_and_stay_where_they_are(text_ids):

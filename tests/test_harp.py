@@ -1,5 +1,6 @@
 """The search against the textbook loop, and the command line from the first line to a kill -9 and back."""
 
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,6 +225,55 @@ def test_a_foreign_folder_is_left_alone(command, tmp_path, capsys):
     assert harp.main([*command, "--top", "1"]) == 2
     assert "is no run of harp.py" in capsys.readouterr().err
     assert [f.name for f in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_a_full_disk_ends_in_a_sentence_and_the_run_can_go_on(command, tmp_path, monkeypatch, capsys):
+    write_text, left = Path.write_text, 2  # the state before and after the dense perplexity; then nothing fits any more
+
+    def full_after_a_while(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(*args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full_after_a_while)
+    assert harp.main([*command, "--top", "2"]) == 2
+    assert "cannot read or write: No space left on device; what was saved is intact" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert harp.main([*command, "--top", "2"]) == 0
+    assert read_report(tmp_path / "out")["heldout_ppl"]["saved"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"identity": {}, "steps": [{"layer": "4"}]}'])
+def test_a_damaged_state_is_not_trusted_and_not_lost(command, tmp_path, content, capsys):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "harp.json").write_text(content)
+    assert harp.main([*command, "--top", "1"]) == 2
+    assert "harp.json is damaged" in capsys.readouterr().err
+    assert (tmp_path / "out.partial" / "harp.json").read_text() == content
+
+
+def test_an_unfinished_run_does_not_pass_for_a_finished_one(command, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harp, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert harp.main([*command, "--top", "1"]) == 130
+    assert harp.main([*command[:-1], str(tmp_path / "out.partial"), "--top", "1"]) == 2
+    assert "holds an unfinished run" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_share_a_folder(command, tmp_path, capsys):
+    with harp.hold(tmp_path / "out.partial"):
+        assert harp.main([*command, "--top", "1"]) == 2
+        assert "another run is writing to" in capsys.readouterr().err
+    assert harp.main([*command, "--top", "1"]) == 0
+
+
+def test_out_must_be_a_folder_that_can_be_made(command, tmp_path, capsys):
+    file = tmp_path / "text.txt"
+    for out, complaint in ((file, "is a file"), (file / "out", "cannot read or write"), (".", "has no name")):
+        assert harp.main([*command[:-1], str(out), "--top", "1"]) == 2
+        assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

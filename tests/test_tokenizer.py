@@ -44,7 +44,7 @@ def test_demo_tokenizer_is_the_reference_librarys(demo, name):
         assert ours.encode(text) == reference.encode(text).ids
     assert ours.decode(ours.encode(text)) == text
     assert ours.byte_count(ours.encode(text)) == len(text.encode())
-    assert (ours.bos_rule, ours.vocab_size) == ("none", 49152)
+    assert ours.bos_rule == "none"
 
 
 def test_demo_tokenizer_on_a_whole_text_and_on_texts_end_to_end(demo):
