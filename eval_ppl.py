@@ -373,6 +373,24 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def exit_code(program: str, work: Callable[[], None], when_interrupted: str = "") -> int:
+    """Do a command's work. 0: done; 2: a mistake of the user's or a full disk, told in one sentence; 130: Ctrl-C."""
+    try:
+        work()
+    except UserError as error:
+        complaint, code = str(error), 2
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        complaint, code = f"cannot read or write{where}: {error.strerror}; what was saved is intact", 2
+    except KeyboardInterrupt:
+        complaint, code = f"interrupted{when_interrupted}", 130
+    else:
+        return 0
+    show_status("")
+    print(f"{program}: {complaint}", file=sys.stderr)
+    return code
+
+
 # -------------------------------------------------------------------------------------------------- the command line
 
 
@@ -382,16 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text.add_argument("--stride", type=int, metavar="N", help="start a window every N tokens (default: no overlap)")
     text.add_argument("--bos", choices=list(BOS_WORDS), help="where BOS goes (default: the model family's rule)")
     args = parser.parse_args(argv)
-    try:
-        evaluate(args)
-    except UserError as error:
-        show_status("")
-        print(f"eval_ppl.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\neval_ppl.py: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code("eval_ppl.py", lambda: evaluate(args))
 
 
 def evaluate(args: argparse.Namespace) -> None:

@@ -36,6 +36,7 @@ from eval_ppl import (
     describe_windows,
     dtype_name,
     embed,
+    exit_code,
     own_text,
     perplexity,
     prepare,
@@ -371,25 +372,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="UTF-8 text for the final check (default: %(default)s)")  # fmt: skip
     output.add_argument("--prompt", metavar="TEXT", help="also print its continuation before and after pruning")
     args = parser.parse_args(argv)
-    try:
-        run(args)
-    except UserError as error:
-        show_status("")
-        print(f"harp.py: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        show_status("")
-        where = f" {error.filename}" if error.filename else ""
-        print(f"harp.py: cannot read or write{where}: {error.strerror}; what was saved is intact", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nharp.py: interrupted; the same command goes on from what is finished", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code("harp.py", lambda: run(args), "; the same command goes on from what is finished")
 
 
 def run(args: argparse.Namespace) -> None:
-    # Whatever can be refused is refused here, before a weight is read.
+    """Search, judge, save, reload: the whole command. Whatever can be refused is refused before a weight is read."""
     grid = parse_grid(args.grid)
     setup = prepare(args.ckpt, args.device, args.dtype, args.ctx)
     path = setup.checkpoint.path
