@@ -87,7 +87,7 @@ class StoredTensor:
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    config: dict  # the CONFIG_KEYS that the family knows, "model_type", "rope", and the "harp" alphas of pruned layers
+    config: dict  # the CONFIG_KEYS that the family knows, "model_type", "rope", and of pruned layers the "harp" alphas
     tensors: dict[str, StoredTensor]
 
     @property
@@ -213,6 +213,7 @@ def read_config(path: Path) -> dict:
     config["rope"] = read_rope(file, stored)
     config["rope"].setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     config["harp"] = read_harp(file, stored, config["num_hidden_layers"])
+    config["harp_constants"] = bool(config["harp"]) and stored["harp"].get("constants") is True
     return config
 
 

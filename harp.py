@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cost
 from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, fits, open_checkpoint
@@ -45,6 +45,7 @@ from eval_ppl import (
     show_share,
     show_status,
 )
+from extras.layer_scores import attention_updates, cheapest, layer_costs
 from extras.model_card import model_card
 from load_weights import save, stored_dtype
 from model import ModelConfig, Transformer
@@ -69,6 +70,12 @@ class Step:
     seconds: float
 
 
+Means = Mapping[
+    int, tuple[Tensor, Tensor]
+]  # layer -> what attention adds to a token on average, and what V·O does: (D,)
+NO_CONSTANTS: Means = {}
+
+
 @torch.inference_mode()
 def search(
     model: Transformer,
@@ -78,6 +85,7 @@ def search(
     *,
     method: str = "grid",
     sweeps: int = 0,
+    means: Means = NO_CONSTANTS,
     done: Sequence[Step] = (),
     on_trial: Callable[[int, int], None] = lambda layer, trials: None,
     on_step: Callable[[Step], None] = lambda step: None,
@@ -91,23 +99,24 @@ def search(
     does not depend on its alpha, so that is computed once per layer: same numbers, a fraction of the work.
 
     `method` is a key of METHODS. `sweeps` searches every layer again that many times, with all the others pruned
-    (coordinate descent; ours, not the paper's). `done` holds the steps of an earlier, interrupted search.
+    (coordinate descent; ours, not the paper's). `means` adds a constant to what the layers in it keep (`set_alphas`).
+    `done` holds the steps of an earlier, interrupted search.
     `on_trial(layer, trials)` and `on_step(step)` hear of progress. Raises UserError if a layer has no finite
     perplexity at any alpha.
     """
     order = sorted(set(layers), reverse=True)
     steps = list(done)
-    set_alphas(model, alphas_after(steps))
+    set_alphas(model, alphas_after(steps), means)
     lowest = order[-1]
     at_lowest = advance(model, embed(model, windows), range(lowest))  # the only hidden states that are kept
     for layer in (order * (1 + sweeps))[len(steps) :]:
         before = alphas_after(steps).get(layer)  # None unless this is a sweep
         inputs = advance(model, at_lowest, range(lowest, layer))
-        step = search_layer(model, windows, layer, inputs, grid, method, on_trial)
+        step = search_layer(model, windows, layer, inputs, grid, method, means.get(layer), on_trial)
         if before is not None and step.ppl >= steps[-1].ppl:  # a sweep only ever improves
             step = replace(step, alpha=before, ppl=steps[-1].ppl)
-            model.blocks[layer].alpha = before
         steps.append(step)
+        set_alphas(model, alphas_after(steps), means)
         on_step(step)
     return steps
 
@@ -124,30 +133,31 @@ def search_layer(
     inputs: list[Tensor],
     grid: Sequence[float],
     method: str,
+    means: tuple[Tensor, Tensor] | None,
     on_trial: Callable[[int, int], None],
 ) -> Step:
-    """Switch one layer to its V·O path, find its alpha and leave it there. `inputs`: (1, T, D) for every window."""
+    """Find the alpha of one layer. `inputs`: (1, T, D) for every window."""
     started = time.perf_counter()
     block = model.blocks[layer]
-    block.attention_mode = "vo"
     updates = [block.vo_update(h) for h in inputs]  # alpha only scales this
     tried: dict[float, float] = {}
 
     def trial(alpha: float) -> float:
         """Perplexity at this alpha: h + alpha * u, one MLP, the layers above, the head."""
         if alpha not in tried:
-            outputs = [block.add_mlp(h + alpha * u if alpha else h) for h, u in zip(inputs, updates)]
+            constant = constant_at(alpha, means)
+            outputs = [block.add_mlp((h + alpha * u if alpha else h) + constant) for h, u in zip(inputs, updates)]
             ppl = score(model, advance(model, outputs, range(layer + 1, len(model.blocks))), windows).ppl
             tried[alpha] = ppl if math.isfinite(ppl) else math.inf
             on_trial(layer, len(tried))
         return tried[alpha]
 
     METHODS[method](sorted(grid), trial)
-    best, block.alpha = min((ppl, alpha) for alpha, ppl in tried.items())  # of equals, the smaller alpha
+    best, best_alpha = min((ppl, alpha) for alpha, ppl in tried.items())  # of equals, the smaller alpha
     if best == math.inf:
         raise UserError(f"layer {layer} has no finite perplexity at any alpha; try --dtype float32")
     recorded = tuple((alpha, ppl if ppl < math.inf else None) for alpha, ppl in tried.items())
-    return Step(layer, block.alpha, best, recorded, time.perf_counter() - started)
+    return Step(layer, best_alpha, best, recorded, time.perf_counter() - started)
 
 
 def try_all(grid: Sequence[float], trial: Callable[[float], float]) -> None:
@@ -181,15 +191,44 @@ def try_fibonacci(grid: Sequence[float], trial: Callable[[float], float]) -> Non
 METHODS = {"grid": try_all, "fibonacci": try_fibonacci}  # they return nothing: `trial` keeps what it was asked
 
 
-def set_alphas(model: Transformer, alphas: Mapping[int, float]) -> None:
-    """Switch exactly these layers, layer -> alpha, to their V·O path, and all others back to full attention."""
+def set_alphas(model: Transformer, alphas: Mapping[int, float], means: Means = NO_CONSTANTS) -> None:
+    """Switch exactly these layers, layer -> alpha, to their V·O path, and all others back to full attention.
+
+    A pruned layer that has `means` (`attention_means`) also gets the constant that makes its mean update what it was:
+    alpha * U + mean(A) - alpha * mean(U). FLAP's bias compensation (An et al. 2024, arXiv 2312.11983), applied to HARP.
+    """
     for layer, block in enumerate(model.blocks):
         block.attention_mode = "vo" if layer in alphas else "full"
         block.alpha = alphas.get(layer, 1.0)
+        block.constant = None
+        if layer in alphas and layer in means:
+            block.constant = nn.Parameter(constant_at(block.alpha, means[layer]), requires_grad=False)
+
+
+def constant_at(alpha: float, means: tuple[Tensor, Tensor] | None) -> Tensor | float:
+    """mean(A) - alpha * mean(U), (D,); 0 without means."""
+    if means is None:
+        return 0.0
+    attention, value_path = means
+    return attention - alpha * value_path
+
+
+@torch.inference_mode()
+def attention_means(model: Transformer, windows: Sequence[Window], layers: Sequence[int]) -> Means:
+    """The means of A, what attention adds to a token, and of U, what V·O would add, over all tokens of the dense
+    model."""
+    set_alphas(model, {})
+    return {
+        layer: (torch.cat(attention, dim=1).mean((0, 1)), torch.cat(value_path, dim=1).mean((0, 1)))
+        for layer, _, attention, value_path in attention_updates(model, windows, layers)
+    }
 
 
 def heldout_perplexities(
-    model: Transformer, windows: Sequence[Window], variants: Mapping[str, Mapping[int, float]]
+    model: Transformer,
+    windows: Sequence[Window],
+    variants: Mapping[str, Mapping[int, float]],
+    means: Means = NO_CONSTANTS,
 ) -> dict[str, float | None]:
     """Perplexity of the model pruned in several ways, each a dict layer -> alpha, on a text that the search has not
     seen. None: not finite. The model carries the last variant's alphas afterwards."""
@@ -197,7 +236,7 @@ def heldout_perplexities(
     at_lowest = advance(model, embed(model, windows), range(lowest))
     found = {}
     for name, alphas in variants.items():
-        set_alphas(model, alphas)
+        set_alphas(model, alphas, means)
         ppl = score(model, advance(model, at_lowest, range(lowest, len(model.blocks))), windows).ppl
         found[name] = ppl if math.isfinite(ppl) else None
     return found
@@ -361,6 +400,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     which = method.add_mutually_exclusive_group()
     which.add_argument("--top", type=int, metavar="N", help=f"prune the N highest layers (default: {TOP})")
     which.add_argument("--layers", metavar="LIST", help="prune these layers instead, such as 29,28,26 (0 is lowest)")
+    method.add_argument("--select", default="top", choices=["top", "cost"], help="which N layers: the highest (default), "
+                        "or those that cost least when pruned alone")  # fmt: skip
+    method.add_argument("--bias", action="store_true", help="also keep the mean of what a pruned attention adds")
     method.add_argument("--grid", default=GRID, help="alphas to try: 0,0.1,1 or first:last:step (default: %(default)s)")
     method.add_argument("--search", default="grid", choices=list(METHODS), help="try all alphas of the grid (default), "
                         "or few of them, trusting that perplexity has one valley")  # fmt: skip
@@ -383,22 +425,27 @@ def run(args: argparse.Namespace) -> None:
     if setup.checkpoint.config["harp"]:
         raise UserError(f"{path} is pruned already; its perplexity: python eval_ppl.py --ckpt {path}")
     layers = choose_layers(args.top, args.layers, setup.config.n_layers)
+    if args.select == "cost" and args.layers:
+        raise UserError("--select cost picks the layers, and --layers lists them; leave one out")
     if args.sweeps < 0:
         raise UserError(f"--sweeps {args.sweeps} is out of range: it takes a whole number, 0 or more")
     count = (4 if args.ckpt is None else 16) if args.windows is None else args.windows
     windows = read_windows(setup, args.text, count)
     heldout = read_windows(setup, args.heldout, count)
     prompt = None if args.prompt is None else prompt_ids(args.prompt, setup)
-    if prompt is not None and setup.streams:
-        raise UserError("--prompt needs the whole model on the device, which has too little memory; leave it out")
+    for flag, needed in (("--prompt", prompt is not None), ("--select cost", args.select == "cost")):
+        if needed and setup.streams:
+            raise UserError(f"{flag} needs the whole model on the device, which has too little memory; leave it out")
     name = path.resolve().name
-    out = args.out or Path("out") / f"{name}-harp{len(layers)}"
+    departures = "-cost" * (args.select == "cost") + "-bias" * args.bias
+    out = args.out or Path("out") / f"{name}-harp{len(layers)}{departures}"
     if not out.name:
         raise UserError(f"--out {out} has no name of its own; name a new folder")
     partial = out.with_name(out.name + ".partial")
     identity = run_identity(
-        setup, args.text, args.heldout, layers=layers, grid=grid, search=args.search, sweeps=args.sweeps, windows=count
-    )
+        setup, args.text, args.heldout, layers=len(layers) if args.select == "cost" else layers, select=args.select,
+        bias=args.bias, grid=grid, search=args.search, sweeps=args.sweeps, windows=count,
+    )  # fmt: skip
     finished = earlier_report(out, identity)
     if finished and "saved" not in finished.get("heldout_ppl", {}):
         raise UserError(f"{out} holds an unfinished run; give --out the name it was to have in the end")
@@ -419,14 +466,17 @@ def run(args: argparse.Namespace) -> None:
     print(describe_windows(args.text, windows, setup.ctx, setup.tokenizer.bos_rule), flush=True)
     with nullcontext() if finished else hold(partial):
         model = None if finished and prompt is None else setup.load(min(layers))
+        if args.select == "cost":
+            layers = pick_layers(model, windows, len(layers), report, partial / "harp.json")
+        means = attention_means(model, windows, layers) if args.bias and model else NO_CONSTANTS
         if finished:
             print_steps(report)
         else:
-            run_search(model, windows, layers, grid, args.search, args.sweeps, report, partial / "harp.json")
-            judge(model, heldout, layers, report)
+            run_search(model, windows, layers, grid, args.search, args.sweeps, means, report, partial / "harp.json")
+            judge(model, heldout, layers, means, report)
         print_summary(report, args.heldout, setup.config)
         if prompt is not None:
-            print_continuations(model, setup, prompt, alphas_after(steps_of(report)))
+            print_continuations(model, setup, prompt, alphas_after(steps_of(report)), means)
         if not finished:
             save(model, partial, path, stored_dtype(setup.checkpoint))
             del model  # the saved one takes its place in memory
@@ -449,7 +499,27 @@ def run(args: argparse.Namespace) -> None:
     print(shlex.join(command))  # gives the same number
 
 
-def judge(model: Transformer, heldout: Sequence[Window], layers: list[int], report: dict) -> None:
+def pick_layers(model: Transformer, windows: Sequence[Window], k: int, report: dict, state: Path) -> list[int]:
+    """The k layers that cost least when they alone are pruned, topmost first; what all layers cost is in the report,
+    now or since an earlier run, and printed."""
+    if "layer_costs" not in report:
+        n_layers = model.config.n_layers
+        report["layer_costs"] = [
+            {"layer": layer, "alpha": alpha, "ppl": None if ppl == math.inf else ppl}
+            for layer, (alpha, ppl) in layer_costs(
+                model, windows, on_layer=lambda layer: show_status(f"{layer + 1} of {n_layers} layers pruned alone")
+            ).items()
+        ]
+        show_status("")
+        replace_json(state, report)
+    costs = {row["layer"]: (row["alpha"], row["ppl"] or math.inf) for row in report["layer_costs"]}
+    picked = cheapest(costs, k)
+    print("layers   " + " ".join(map(str, picked)) + " cost least alone, the first least:")
+    print("         ppl " + " ".join(f"{costs[layer][1]:.2f}" for layer in picked), flush=True)
+    return sorted(picked, reverse=True)
+
+
+def judge(model: Transformer, heldout: Sequence[Window], layers: list[int], means: Means, report: dict) -> None:
     """Put the held-out perplexities into the report, beside what the same layers give without a search."""
     steps = steps_of(report)
     show_status("perplexity on the held-out text")
@@ -463,6 +533,7 @@ def judge(model: Transformer, heldout: Sequence[Window], layers: list[int], repo
             "greedy": alphas_after(steps[: len(layers)]),
             "pruned": alphas_after(steps),  # last, so that the model is saved with these
         },
+        means,
     )
     show_status("")
 
@@ -474,6 +545,7 @@ def run_search(
     grid: list[float],
     method: str,
     sweeps: int,
+    means: Means,
     report: dict,
     state: Path,
 ) -> None:
@@ -499,7 +571,7 @@ def run_search(
 
     search(
         model, windows, layers, grid,
-        method=method, sweeps=sweeps, done=done, on_trial=progress.show, on_step=on_step,
+        method=method, sweeps=sweeps, means=means, done=done, on_trial=progress.show, on_step=on_step,
     )  # fmt: skip
     show_status("")
 
@@ -575,7 +647,8 @@ def print_summary(report: dict, heldout_file: str, config: ModelConfig) -> None:
     steps, ppl = steps_of(report), report["heldout_ppl"]
     alphas = alphas_after(steps)
     tokens = min(65536, config.max_position_embeddings)
-    parameters = cost.linear_parameters(config, alphas) / cost.linear_parameters(config) - 1
+    constants = len(alphas) * config.hidden_size if report["identity"]["bias"] else 0
+    parameters = (cost.linear_parameters(config, alphas) + constants) / cost.linear_parameters(config) - 1
     cache = cost.kv_bytes(config, 1, alphas) / cost.kv_bytes(config, 1) - 1
     prefill = cost.prefill_flops(config, tokens, alphas) / cost.prefill_flops(config, tokens) - 1
     print(f"heldout  {heldout_file} · dense {ppl_text(ppl['dense'])} -> pruned {ppl_text(ppl['pruned'])}")
@@ -586,10 +659,12 @@ def print_summary(report: dict, heldout_file: str, config: ModelConfig) -> None:
     print(f"         FLOPs of a prefill of {tokens:,} tokens {prefill:+.1%}")
 
 
-def print_continuations(model: Transformer, setup: Setup, prompt: Tensor, alphas: Mapping[int, float]) -> None:
+def print_continuations(
+    model: Transformer, setup: Setup, prompt: Tensor, alphas: Mapping[int, float], means: Means
+) -> None:
     hidden = {*setup.config.eos_ids, setup.tokenizer.bos_id}
     for name, variant in (("dense", {}), ("pruned", alphas)):
-        set_alphas(model, variant)
+        set_alphas(model, variant, means)
         ids = model.generate(prompt, PROMPT_TOKENS, setup.config.eos_ids)[0].tolist()
         text = setup.tokenizer.decode([i for i in ids if i not in hidden])
         print(f"{name:8} " + text.replace("\n", "\n         "))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from checkpoint import DTYPES, TOKENIZER_FILES, Checkpoint, UserError, check_values, open_checkpoint, read_json
 from model import ACTIVATIONS, ModelConfig, Transformer
@@ -22,6 +23,7 @@ TENSOR_NAMES = {
     "model.layers.{}.self_attn.v_proj.bias": "blocks.{}.attn.v_proj.bias",
     "model.layers.{}.self_attn.o_proj.weight": "blocks.{}.attn.o_proj.weight",
     "model.layers.{}.self_attn.o_proj.bias": "blocks.{}.attn.o_proj.bias",
+    "model.layers.{}.self_attn.constant": "blocks.{}.constant",  # of our own pruned folders only
     "model.layers.{}.mlp.gate_proj.weight": "blocks.{}.mlp.gate_proj.weight",
     "model.layers.{}.mlp.gate_proj.bias": "blocks.{}.mlp.gate_proj.bias",
     "model.layers.{}.mlp.up_proj.weight": "blocks.{}.mlp.up_proj.weight",
@@ -57,6 +59,8 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: str | torch
         model = Transformer(model_config(checkpoint.config))
         for layer, alpha in checkpoint.config["harp"].items():
             model.blocks[layer].attention_mode, model.blocks[layer].alpha = "vo", alpha
+            if checkpoint.config["harp_constants"]:
+                model.blocks[layer].constant = nn.Parameter(torch.empty(model.config.hidden_size))
         model.prune_()
     sources = match_tensors(model, checkpoint)
     if dtype is None:
@@ -82,6 +86,8 @@ def save(model: Transformer, path: str | Path, source: str | Path, dtype: torch.
         "alphas": {str(layer): alpha for layer, alpha in sorted(model.pruned.items(), reverse=True)},
         "folded": ["o_proj"] if model.config.post_norms else ["o_proj", "alpha"],
     }
+    if any(block.constant is not None for block in model.blocks):
+        harp["constants"] = True
     write_folder(Path(path), weights, read_json(Path(source) / "config.json") | {"harp": harp}, Path(source))
 
 

@@ -245,7 +245,8 @@ class Block(nn.Module):
 
     Both can be set at any time until `Transformer.prune_` makes them final; alpha does nothing while the mode is
     "full". Post is the identity except in Gemma2, where alpha stands outside of it, because an RMSNorm would swallow
-    any scale put before it.
+    any scale put before it. In the mode "vo", every token also gets `constant`, one vector (D,), if there is one (ours,
+    not the paper's: `harp.set_alphas`).
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -259,6 +260,7 @@ class Block(nn.Module):
         self.mlp_post_norm = RMSNorm(*norm) if config.post_norms else nn.Identity()
         self.attention_mode = "full"
         self.alpha = 1.0
+        self.register_parameter("constant", None)
 
     @property
     def attention_mode(self) -> str:
@@ -274,10 +276,16 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor, rope: Rope, cache: KVCache | None = None) -> Tensor:  # (B, T, D) -> (B, T, D)
         if self.attention_mode == "full":
-            h = h + self.attn_post_norm(self.attn(self.attn_norm(h), rope, cache))
+            h = h + self.attention_update(h, rope, cache)
         elif self.alpha != 0:
             h = h + self.alpha * self.vo_update(h)
+        if self.attention_mode == "vo" and self.constant is not None:
+            h = h + self.constant
         return self.add_mlp(h)
+
+    def attention_update(self, h: Tensor, rope: Rope, cache: KVCache | None = None) -> Tensor:
+        """Post(Attn(Norm(h))), (B, T, D) -> (B, T, D): what the pretrained attention adds."""
+        return self.attn_post_norm(self.attn(self.attn_norm(h), rope, cache))
 
     def vo_update(self, h: Tensor) -> Tensor:
         """Post(O(V(Norm(h)))), (B, T, D) -> (B, T, D): the update that alpha scales."""

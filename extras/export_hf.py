@@ -39,7 +39,9 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gemm
 NEEDED_LEAD = 40.0  # softmax weights of exp(-40) are lost in float32, even 131,072 of them together
 NEW_TOKENS = 64  # that the check decodes
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # of the largest logit
-DROPPED_KEYS = ("harp", "rope", "rope_parameters", "dtype", "auto_map", "cache_implementation", "sliding_window")
+DROPPED_KEYS = (
+    "harp", "harp_constants", "rope", "rope_parameters", "dtype", "auto_map", "cache_implementation", "sliding_window",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,10 @@ def make_plan(checkpoint: Checkpoint, encoding: str | None) -> Plan:
     """Choose the encoding (None: a spike, unless a softcap flattens it) and what follows from it. Raises UserError."""
     config, pruned = model_config(checkpoint.config), checkpoint.config["harp"]
     family = FAMILIES[checkpoint.config["model_type"]]
+    if checkpoint.config["harp_constants"]:  # they become biases of o_proj
+        if config.post_norms:
+            raise UserError("stock Gemma2 has no bias after its norm for a constant to go to; prune without --bias")
+        family = "llama"
     spike, lead = make_spike(config)
     if encoding is None:
         encoding = "spike" if lead >= NEEDED_LEAD or family == "llama" else "window"
@@ -81,10 +87,13 @@ def make_dense_(model: Transformer, plan: Plan) -> None:
     for layer, block in enumerate(model.blocks):
         if layer in model.pruned:
             attend_again_(block, model.pruned[layer], layer, plan)
-        attn, config = block.attn, plan.config
+        attn, config, constant = block.attn, plan.config, block.constant
         for linear in [attn.q_proj, attn.k_proj, attn.v_proj] * config.qkv_bias + [attn.o_proj] * config.o_bias:
             if linear.bias is None:  # a layer that was not pruned
                 linear.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features))
+        if constant is not None:
+            attn.o_proj.bias = nn.Parameter(attn.o_proj.bias + constant)
+            block.constant = None
 
 
 def attend_again_(block: Block, alpha: float, layer: int, plan: Plan) -> None:
