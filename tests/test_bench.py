@@ -1,18 +1,20 @@
 """The bench at toy sizes: what it counts, builds, compares and refuses. No test looks at a time."""
 
-import argparse
 import json
 import re
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import GOLDEN
 
 import cost
+from checkpoint import read_config
 from eval_ppl import make_windows
-from extras import bench
+from extras import bench, bench_paper, timing
 from harp import search, set_alphas
-from load_weights import load
+from load_weights import load, model_config
 
 CPU = torch.device("cpu")
 PRUNED = {4: 0.5, 3: 0.0}
@@ -41,8 +43,8 @@ def toy_published(monkeypatch):
     for name, (config, listed) in bench.PUBLISHED.items():
         family = {"qkv_bias": config.qkv_bias}
         if config.post_norms:
-            family = bench.GEMMA2 | {"sliding_windows": (16, None) * 3}
-        toys[name] = bench.shape(320, 64, 96, 6, 4, 2, 24, 64, **family), listed[:4]
+            family = bench_paper.GEMMA2 | {"sliding_windows": (16, None) * 3}
+        toys[name] = bench_paper.shape(320, 64, 96, 6, 4, 2, 24, 64, **family), listed[:4]
     monkeypatch.setattr(bench, "PUBLISHED", toys)
 
 
@@ -72,7 +74,7 @@ def run(capsys, *arguments) -> str:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 def test_the_twin_is_the_model_pruned_and_shares_its_weights(family, ids):
     model = load(GOLDEN / family)
-    twin = bench.pruned_twin(model, PRUNED)
+    twin = timing.pruned_twin(model, PRUNED)
     dense = model(ids % 64)
     set_alphas(model, PRUNED)
     assert torch.allclose(twin(ids % 64), model(ids % 64), atol=2e-5)
@@ -85,17 +87,17 @@ def test_the_twin_is_the_model_pruned_and_shares_its_weights(family, ids):
 @pytest.mark.parametrize("name", bench.PUBLISHED)
 def test_random_models_have_the_shape_and_stay_finite(toy_published, name):
     config, _ = bench.PUBLISHED[name]
-    model = bench.random_model(config, CPU, torch.bfloat16)
+    model = timing.random_model(config, CPU, torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == cost.parameters(config)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert bench.last_logits(model, bench.random_ids(config, 100)).isfinite().all()  # past the trained length
+    assert timing.last_logits(model, timing.random_ids(config, 100)).isfinite().all()  # past the trained length
 
 
 def test_published_layers_count_from_the_top():
     config, listed = bench.PUBLISHED["Llama-3.1-8B"]
-    alphas = bench.from_the_top(config, listed)
+    alphas = bench_paper.from_the_top(config, listed)
     assert (alphas[31], alphas[30], alphas[24]) == (0.8, 0.2, 0.0) and len(alphas) == 8
-    assert 1 - 1 / bench.predicted_speed_up(config, alphas, 65536) == pytest.approx(0.1568, abs=5e-5)
+    assert 1 - 1 / timing.predicted_speed_up(config, alphas, 65536) == pytest.approx(0.1568, abs=5e-5)
 
 
 # --------------------------------------------------------------------------------------------------- what it counts
@@ -133,7 +135,7 @@ def test_the_three_searches_agree_and_cost_less_in_turn(windows):
 def test_the_log_counts_matrix_products_by_shape(windows):
     model = load(GOLDEN / "gemma2")
     with bench.MatmulLog() as log, torch.inference_mode():
-        bench.last_logits(model, bench.random_ids(model.config, 24))
+        timing.last_logits(model, timing.random_ids(model.config, 24))
     config = model.config
     assert sum(log.count.values()) == config.n_layers * (7 + 2) + 1  # projections, two products of attention, the head
     gate = "linear", (1, 24, config.hidden_size), (config.intermediate_size, config.hidden_size)
@@ -144,16 +146,15 @@ def test_the_log_counts_matrix_products_by_shape(windows):
 def test_turns_are_taken():
     order = []
     runs = {name: lambda name=name: order.append(name) for name in ("dense", "pruned")}
-    assert bench.take_turns(runs, 2, CPU).keys() == runs.keys()
+    assert timing.take_turns(runs, 2, CPU).keys() == runs.keys()
     assert order == ["dense", "pruned"] * 3
 
 
 def test_what_would_end_too_late_is_left_out(toy_published):
     config, _ = bench.PUBLISHED["Llama-3.1-8B"]
-    model = bench.random_model(config, CPU, torch.float32)
-    args = argparse.Namespace(lengths=[8, 16], repeats=1)
-    assert [point.tokens for point in bench.measure_prefill(model, PRUNED, args)] == [8, 16]
-    assert bench.measure_prefill(model, PRUNED, args, deadline=0.0) == []
+    model = timing.random_model(config, CPU, torch.float32)
+    assert [point.tokens for point in timing.measure_prefill(model, PRUNED, [8, 16], 1)] == [8, 16]
+    assert timing.measure_prefill(model, PRUNED, [8, 16], 1, deadline=0.0) == []
 
 
 # ----------------------------------------------------------------------------------------------- the command line
@@ -178,7 +179,7 @@ def test_prefill_beside_stock_transformers(toy_config, tmp_path, capsys):
     lengths = [32, 128]  # the second is beyond max_position_embeddings
     output = run(capsys, "prefill", "--config", toy_config, "--top", 2, "--lengths", *lengths, "--repeats", 1,
                  "--dtype", "float32", "--against", "transformers", "--plot", tmp_path / "p.png")  # fmt: skip
-    config = bench.model_config(bench.read_config(tmp_path))
+    config = model_config(read_config(tmp_path))
     for tokens, row in zip(lengths, table(output, "tokens"), strict=True):
         predicted = cost.prefill_flops(config, tokens) / cost.prefill_flops(config, tokens, {4: 0.5, 3: 0.5})
         assert (row[0], row[3], len(row)) == (str(tokens), f"{predicted:.3f}x", 8)
@@ -195,11 +196,40 @@ def test_decode_holds_the_counted_bytes(toy_config, capsys):
         assert rows[name][2:4] == [f"{kilobytes:.1f} MB"] * 2
 
 
+@pytest.mark.parametrize("tokens", [3, 40])  # window 7: passed while decoding, and by the prompt already
+@torch.inference_mode()
+def test_the_stock_loop_starts_anew_past_a_sliding_window(stock, ids, tokens):
+    folder, model = stock("mistral-window")
+    given = []
+
+    def listening(some, **options):
+        given.append(some)
+        return model(some, **options)
+
+    prompt = ids[:1, :tokens]
+    run = bench.stock_decoder(listening, prompt)
+    run()
+    run()
+    rounds = torch.cat(given[1:], dim=1).view(2, bench.NEW_TOKENS)
+    expected = load(folder).generate(prompt, bench.NEW_TOKENS)[0, tokens:]
+    assert rounds.tolist() == [expected.tolist()] * 2
+
+
 def test_memory(toy_config, capsys):
     output = run(capsys, "memory", "--config", toy_config, "--top", 1, "--lengths", 64)
     rows = table(output, "               ")
     assert [row[0] for row in rows] == ["load", "window of 256", "prefill of 64"]
     assert all(float(row[3]) > 1 for row in rows)  # never less than the weights
+
+
+def test_a_killed_process_is_said(toy_config, monkeypatch, capsys):
+    class Killed(nullcontext):
+        def submit(self, *arguments):
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda *arguments, **options: Killed(Killed()))
+    assert bench.main(["memory", "--config", toy_config, "--top", "1"]) == 2
+    assert "the process of load was killed" in capsys.readouterr().err
 
 
 def test_paper_at_toy_sizes(toy_published, capsys):
@@ -219,8 +249,34 @@ def test_the_paper_counted_only(tmp_path, capsys):
     assert (tmp_path / "p.png").exists()
 
 
+def test_the_picture_of_a_short_prompt(toy_config, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    run(
+        capsys,
+        "prefill",
+        "--config",
+        toy_config,
+        "--top",
+        1,
+        "--lengths",
+        4,
+        "--repeats",
+        1,
+        "--plot",
+        tmp_path / "p.png",
+    )
+    assert (tmp_path / "p.png").exists()
+
+
+def test_the_paper_needs_memory(monkeypatch, capsys):
+    monkeypatch.setattr(bench_paper, "free_memory", lambda: 8e9)
+    assert bench.main(["paper", "--device", "cpu"]) == 2
+    captured = capsys.readouterr()
+    assert "the largest of these models takes 18 GB, and 8 GB are free on cpu" in captured.err and captured.out == ""
+
+
 def test_the_papers_number_stands_beside_ours(capsys):
-    bench.print_savings("Llama-3.1-8B", [bench.Point(65536, 1.186, {"dense": 1.2, "pruned": 1.0})])
+    bench_paper.print_savings("Llama-3.1-8B", [timing.Point(65536, 1.186, {"dense": 1.2, "pruned": 1.0})])
     assert "predicted 15.7%, measured 16.7%, paper 16.7%" in capsys.readouterr().out
 
 
@@ -233,6 +289,11 @@ def test_the_papers_number_stands_beside_ours(capsys):
         (["memory", "--against", "transformers"], "--against goes with prefill or decode"),
         (["paper", "--ckpt", "x"], "decode or memory, not with paper"),
         (["prefill", "--predict-only"], "--predict-only goes with paper"),
+        (["prefill", "--plot", "nowhere/p.png"], "in a folder that exists"),
+        (["paper", "--plot", "p.jpg"], "must be a .png file"),
+        (["paper", "--device", "abacus"], "--device abacus cannot be used"),
+        (["search", "--ckpt", str(GOLDEN / "llama"), "--layers", "9"], "--layers 9 is out of range"),
+        (["decode", "--config", __file__], "config.json"),
         (["prefill", "--ckpt", "x", "--config", "y"], "name two models"),
         (["prefill", "--config", "nowhere/config.json"], "nowhere/config.json does not exist"),
         (["prefill", "--ckpt", str(GOLDEN / "llama"), "--top", "6"], "--top 6 is out of range"),
