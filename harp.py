@@ -8,17 +8,13 @@ its Algorithm 1; everything after it is about running that search on real files 
 """
 
 import argparse
-import fcntl
-import hashlib
-import json
 import math
-import os
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import cost
-from checkpoint import TOKENIZER_FILES, Checkpoint, UserError, fits, open_checkpoint
+from checkpoint import UserError, open_checkpoint
 from eval_ppl import (
     Setup,
     Window,
@@ -34,7 +30,6 @@ from eval_ppl import (
     advance,
     clock,
     describe_windows,
-    dtype_name,
     embed,
     exit_code,
     own_text,
@@ -47,6 +42,7 @@ from eval_ppl import (
 )
 from extras.layer_scores import attention_updates, cheapest, layer_costs
 from extras.model_card import model_card
+from extras.run_state import earlier_report, hold, replace_json, run_identity
 from load_weights import save, stored_dtype
 from model import ModelConfig, Transformer
 
@@ -288,108 +284,6 @@ def prompt_ids(prompt: str, setup: Setup) -> Tensor:
     return torch.tensor([ids])
 
 
-# --------------------------------------------------------------------------------------------------- the state on disk
-
-
-def run_identity(setup: Setup, text: str, heldout: str, **choices: object) -> dict:
-    """Everything that decides a run's result. A state with another identity is never continued."""
-    path = setup.checkpoint.path
-    return {
-        "config": file_hash(path / "config.json"),
-        "weights": sampled_hash(setup.checkpoint),
-        "tokenizer": [file_hash(path / name) for name in TOKENIZER_FILES if (path / name).exists()],
-        "text": file_hash(text),
-        "heldout text": file_hash(heldout),
-        "ctx": setup.ctx,
-        "BOS rule": setup.tokenizer.bos_rule,
-        "dtype": dtype_name(setup.dtype),
-        "device": setup.device.type,
-        **choices,
-    }
-
-
-def file_hash(file: str | Path) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-def sampled_hash(checkpoint: Checkpoint) -> str:
-    """Which weights these are: every file's name, size and 64 samples of 4 KB, since 16 GB take minutes to hash."""
-    digest = hashlib.sha256()
-    for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as handle:
-            for sample in range(64):
-                handle.seek(sample * max(0, size - 4096) // 63)
-                digest.update(handle.read(4096))
-    return digest.hexdigest()
-
-
-STATE_SHAPE = {
-    "identity": dict,
-    "steps": [{"layer": int, "alpha": float, "ppl": float, "tried": [list], "seconds": float}],
-}
-
-
-def earlier_report(folder: Path, identity: dict) -> dict | None:
-    """The report that an earlier run of the same identity left in `folder`, or None if there is no such folder or
-    nothing in it. Raises UserError if the folder is anything else; it is left as it is."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; name a folder with --out")
-    if not folder.exists() or not any(folder.iterdir()):
-        return None
-    state = folder / "harp.json"
-    if not state.exists():
-        raise UserError(f"{folder} exists and is no run of harp.py; name another folder with --out")
-    try:
-        report = json.loads(state.read_bytes())
-    except ValueError:  # a crash of the whole machine may leave half a file
-        report = None
-    if not fits(report, STATE_SHAPE):
-        raise UserError(f"{state} is damaged; delete the folder, or name another one with --out")
-    found = report["identity"]
-    other = [
-        f"{key} ({found.get(key)} there, {now} here)" if isinstance(now, int) or key == "dtype" else key
-        for key, now in identity.items()
-        if found.get(key) != now
-    ]
-    if other:
-        # --dtype auto depends on the memory that is free
-        same = f"take --dtype {found['dtype']}, or " if found.get("dtype") not in (None, identity["dtype"]) else ""
-        raise UserError(
-            f"{folder} holds a run that differs in {', '.join(other)}; {same}name another folder with --out"
-        )
-    return report
-
-
-@contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Make a folder and keep other runs out of it. The lock ends with the process, in whatever way that ends. Raises
-    UserError if another run has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another run is writing to {folder}; wait for it, or take another --out") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def replace_json(file: Path, content: dict) -> None:
-    """All of it or nothing: a crash while writing leaves the old file in place."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
-
-
-def steps_of(report: dict) -> list[Step]:
-    """The report's steps, which JSON keeps as plain dicts and lists."""
-    return [Step(**step | {"tried": tuple(map(tuple, step["tried"]))}) for step in report["steps"]]
-
-
 # -------------------------------------------------------------------------------------------------- the command line
 
 
@@ -400,8 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     which = method.add_mutually_exclusive_group()
     which.add_argument("--top", type=int, metavar="N", help=f"prune the N highest layers (default: {TOP})")
     which.add_argument("--layers", metavar="LIST", help="prune these layers instead, such as 29,28,26 (0 is lowest)")
-    method.add_argument("--select", default="top", choices=["top", "cost"], help="which N layers: the highest (default), "
-                        "or those that cost least when pruned alone")  # fmt: skip
+    method.add_argument("--select", default="top", choices=["top", "cost"], help="which N layers: the highest "
+                        "(default), or those that cost least when pruned alone")  # fmt: skip
     method.add_argument("--bias", action="store_true", help="also keep the mean of what a pruned attention adds")
     method.add_argument("--grid", default=GRID, help="alphas to try: 0,0.1,1 or first:last:step (default: %(default)s)")
     method.add_argument("--search", default="grid", choices=list(METHODS), help="try all alphas of the grid (default), "
@@ -623,6 +517,11 @@ def window_facts(file: str, windows: Sequence[Window]) -> dict:
         "windows": len(windows),
         "tokens_scored": sum(len(window.targets) for window in windows),
     }
+
+
+def steps_of(report: dict) -> list[Step]:
+    """The report's steps, which JSON keeps as plain dicts and lists."""
+    return [Step(**step | {"tried": tuple(map(tuple, step["tried"]))}) for step in report["steps"]]
 
 
 def print_steps(report: dict) -> None:

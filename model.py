@@ -123,6 +123,9 @@ def attend(
     With a window, a query sees itself and the `window - 1` tokens before it. With a softcap, scores are squeezed
     into (-softcap, softcap) by tanh before masking (Gemma 2). Returns (B, n_heads, T, head_dim).
     """
+    if window is not None:  # what no query sees is not even looked at: a newest query is then left with all it sees
+        unseen = max(0, k.shape[2] - q.shape[2] - window + 1)
+        k, v = k[:, :, unseen:], v[:, :, unseen:]
     T, S = q.shape[2], k.shape[2]
     if softcap is None and T in (1, S) and (window is None or window >= S):  # a single newest query sees every key
         return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, scale=scale, enable_gqa=True)
@@ -138,11 +141,17 @@ def attend(
         if softcap is None:
             outputs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale))
         else:
-            scores = scale * (queries @ keys.transpose(2, 3)).float()  # (B, n_heads, R, keys)
-            scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-            outputs.append(weights.to(values.dtype) @ values)
+            outputs.append(softcapped(queries, keys, values, visible, scale, softcap))
     return torch.cat(outputs, dim=2)
+
+
+def softcapped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention with squeezed scores, which no fused kernel knows: q (B, n_heads, R, head_dim), k and v (B, n_heads,
+    keys, head_dim), visible (R, keys). In place where it can be: the scores are the largest tensor of a
+    long prefill."""
+    scores = scale * (q @ k.transpose(2, 3)).float()  # (B, n_heads, R, keys)
+    scores = softcap * scores.div_(softcap).tanh_()  # a product of its own: tanh's gradient needs tanh's result
+    return scores.masked_fill_(~visible, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
 
 
 class KVCache:

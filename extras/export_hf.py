@@ -183,6 +183,8 @@ def export_config(checkpoint: Checkpoint, plan: Plan) -> dict:
     if plan.family != "qwen2":
         config["attention_bias"] = plan.config.qkv_bias
     if plan.family == "llama":
+        for key in ("layer_types", "use_sliding_window", "max_window_layers"):  # Llama has no windows
+            config.pop(key, None)
         config["mlp_bias"] = plan.config.mlp_bias
     else:
         config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]

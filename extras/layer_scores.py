@@ -64,6 +64,40 @@ def cheapest(costs: dict[int, tuple[float, float]], k: int) -> list[int]:
     return sorted(costs, key=lambda layer: costs[layer][1])[:k]
 
 
+def fisher_scores(model: Transformer, windows: Sequence[Window]) -> list[tuple[float, float]]:
+    """For every layer, two estimates of how much the mean NLL L of a window would rise, with mean squared gradients in
+    place of the curvature (the empirical Fisher).
+
+    Without queries and keys: 1/2 sum of w^2 * mean of (dL/dw)^2 over their weights w, our reading of the paper's
+    "Hessian". It asks what happens at w = 0, which is uniform attention. With V·O at the least-squares alpha:
+    1/2 mean of (g . (alpha * U - A))^2 over tokens, g being dL/dh after attention.
+    """
+    weights = [(block.attn.q_proj.weight, block.attn.k_proj.weight) for block in model.blocks]
+    without, gradients = [0.0] * len(weights), [[] for _ in weights]  # gradients: (1, T, D) for every window
+    model.requires_grad_(True)
+    for window in windows:
+        after_attention = []  # h + A, which the norm before every MLP reads
+
+        def keep(norm: torch.nn.Module, inputs: tuple[Tensor]) -> None:
+            inputs[0].retain_grad()
+            after_attention.append(inputs[0])
+
+        hooks = [block.mlp_norm.register_forward_pre_hook(keep) for block in model.blocks]
+        F.cross_entropy(model(window.ids[None])[0, :-1].float(), window.ids[1:].to(model.device)).backward()
+        for hook in hooks:
+            hook.remove()
+        for layer, (pair, h) in enumerate(zip(weights, after_attention)):
+            without[layer] += sum((w.detach() * w.grad).square().sum().item() for w in pair) / 2 / len(windows)
+            gradients[layer].append(h.grad)
+        model.zero_grad()
+    scores = []
+    for layer, _, attention, updates in attention_updates(model, windows, range(len(weights))):
+        alpha = least_squares_alpha(attention, updates)
+        rises = [(g * (alpha * u - a)).sum(-1) for g, a, u in zip(gradients[layer], attention, updates)]  # (1, T)
+        scores.append((without[layer], torch.cat(rises, dim=1).square().mean().item() / 2))
+    return scores
+
+
 # ------------------------------------------------------------------------------------------------ looking at a layer
 
 

@@ -6,7 +6,7 @@
     repeated text    the same with real text
     multiple choice  the true continuation among four
 
-Every measure takes a model as it is: dense, with alphas set, or shrunk. Nothing is downloaded: the material is one text.
+Every measure takes a model as it is: dense, with alphas set, or shrunk. All the material is one text's tokens.
 """
 
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def twice(ids: Tensor) -> Tensor:  # (B, T) -> (B, 2T)
 
 
 @torch.inference_mode()
-def induction_accuracy(model: Transformer, count: int = 16, tokens: int = 64, seed: int = 0) -> float:
+def induction_accuracy(model: Transformer, count: int = 8, tokens: int = 64, seed: int = 0) -> float:
     """Share of right next-token guesses in the second copy of `tokens` random tokens, over `count` sequences. The first
     of the copy cannot be known and is not asked for (Olsson et al. 2022, arXiv 2209.11895)."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +126,7 @@ def repeated_text_loss(model: Transformer, ids: Sequence[int], count: int = 4, t
 
 
 def multiple_choice_accuracy(
-    model: Transformer, ids: Sequence[int], count: int = 24, context: int = 32, tokens: int = 16
+    model: Transformer, ids: Sequence[int], count: int = 20, context: int = 32, tokens: int = 16
 ) -> float:
     """Share of passages whose true continuation the model finds likelier than three others, which follow on the next
     passages (chance: 0.25)."""

@@ -1,0 +1,215 @@
+"""The measures on models whose answers are known, and the whole comparison on a toy."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+
+from eval_ppl import make_windows, perplexity
+from extras import baselines, baselines_report, measures
+from load_weights import load
+
+
+class Copier:
+    """Stands in for a model: predicts what followed the last time that the newest token was seen, else token 0."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, vocab_size: int):
+        self.config = type("Config", (), {"vocab_size": vocab_size})
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, V), one-hot
+        guesses = torch.zeros_like(ids)
+        for row, guess in zip(ids.tolist(), guesses):
+            followed: dict[int, int] = {}
+            for t, token in enumerate(row):
+                guess[t] = followed.get(token, 0)
+                if t + 1 < len(row):
+                    followed[token] = row[t + 1]
+        return F.one_hot(guesses, self.config.vocab_size).float()
+
+    def head(self, h: torch.Tensor) -> torch.Tensor:
+        return 10 * h
+
+
+class Blind(Copier):
+    """Always expects token 0."""
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.one_hot(torch.zeros_like(ids), self.config.vocab_size).float()
+
+
+@pytest.fixture
+def model(stock):
+    return load(stock("llama")[0], torch.float32)
+
+
+@pytest.fixture
+def text() -> list[int]:
+    return torch.randint(0, 320, (400,), generator=torch.Generator().manual_seed(9)).tolist()
+
+
+def test_induction_tells_a_copier_from_a_blind_model():
+    assert measures.induction_accuracy(Copier(5000), count=4, tokens=16) == 1.0
+    assert measures.induction_accuracy(Blind(5000), count=4, tokens=16) < 0.1
+
+
+def test_repeated_text_is_easy_for_a_copier_only(text):
+    unique = list(range(1, 300))
+    assert measures.repeated_text_loss(Copier(320), unique, count=4, tokens=16) < 1.0
+    assert measures.repeated_text_loss(Blind(320), unique, count=4, tokens=16) > 5.0
+
+
+def test_multiple_choice_finds_the_continuation_that_was_seen():
+    """Passages whose last half repeats the first: the true ending is the only one that a copier expects."""
+    passages = [[*range(100 * i + 1, 100 * i + 9)] * 2 for i in range(12)]
+    ids = [token for passage in passages for token in passage]
+    ids += ids[:1]  # passages() spreads them evenly: a step of 16
+    assert measures.multiple_choice_accuracy(Copier(1300), ids, count=12, context=9, tokens=7) == 1.0
+
+
+def test_repeats_counts_stretches_seen_before():
+    assert measures.repeats([1, 2, 3, 4, 5, 6]) == [0, 0, 0]
+    assert measures.repeats([1, 2, 1, 2, 1, 2, 1]) == [0, 0, 1, 1]
+
+
+def test_passages_are_spread_over_the_text():
+    assert measures.passages(list(range(100)), 3, 10).tolist() == [[*range(i, i + 10)] for i in (0, 30, 60)]
+
+
+def test_token_losses_are_those_of_the_logits(model, text):
+    ids = torch.tensor(text).view(10, 40)
+    logits = model(ids)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(10, 39)
+    torch.testing.assert_close(measures.token_losses(model, ids), expected.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_window_losses_add_up_to_the_perplexity(model, text):
+    windows = make_windows(text, 50)
+    parts, whole = measures.window_losses(model, windows), perplexity(model, windows)
+    assert sum(part.nll for part in parts) == pytest.approx(whole.nll)
+    assert sum(part.tokens for part in parts) == whole.tokens
+
+
+def test_a_model_does_not_diverge_from_itself(model, stock, text):
+    written = measures.write(model, torch.tensor(text[:40]).view(2, 20), 12)
+    agree, kl = measures.divergence(model, written)
+    assert agree.shape == kl.shape == (2, 12)
+    assert agree.min() == 1 and kl.abs().max() < 1e-4
+    other = load(stock("llama-biases")[0], torch.float32)
+    agree, kl = measures.divergence(other, written)
+    assert agree.mean() < 0.5
+    with torch.inference_mode():  # the first of them by hand
+        p = model(written.ids)[:, 19].log_softmax(-1)
+        q = other(written.ids)[:, 19].log_softmax(-1)
+    torch.testing.assert_close(kl[:, 0], (p.exp() * (p - q)).sum(-1), atol=1e-4, rtol=1e-3)
+
+
+def test_own_text_is_judged_by_the_dense_model(model, text):
+    written = measures.write(model, torch.tensor(text[:40]).view(2, 20), 12)
+    losses, loops = measures.own_text(model, model, written)
+    assert losses.shape == (2, 12) and loops.shape == (2, 9)
+    expected = -written.log_probabilities.gather(2, written.ids[:, 20:, None])[..., 0]
+    torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ the whole comparison
+
+
+@pytest.fixture(scope="module")
+def compared(toy, tmp_path_factory):
+    """Every row of the toy with k = 2, measured once for all tests."""
+    out = tmp_path_factory.mktemp("baselines")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(baselines, "CORE_ONLY_UP_TO", 1)  # all rows for k = 2
+    patch.setattr(baselines, "PREFILL_TOKENS", 32)
+    for name, value in (("PROMPTS", 2), ("PROMPT_TOKENS", 8), ("NEW_TOKENS", 8), ("SEEDS", 2)):
+        patch.setattr(baselines, name, value)
+    command = ["--ckpt", str(toy), "--ctx", "200", "--windows", "4", "--test-windows", "4", "--k", "2",
+               "--tests", str(ROOT / "data" / "heldout.txt"), "--out", str(out)]  # fmt: skip
+    assert baselines.main(command) == 0
+    yield command, out, json.loads((out / "k2.json").read_text())
+    patch.undo()
+
+
+def test_every_row_is_measured(compared):
+    _, out, state = compared
+    rows = state["rows"]
+    assert len(rows) == len({row["name"] for row in rows.values()}) >= 30
+    dense = rows["reference: dense"]
+    for row in rows.values():
+        assert all(math.isfinite(nll) for nll in row["nll"]["heldout.txt"])
+        if row is not dense:
+            assert row["linear"] < dense["linear"]
+            assert row["kv"] <= dense["kv"] and row["flops"] < dense["flops"]
+    assert dense["agreement"] == [1.0] * 4 and max(map(abs, dense["divergence"])) < 1e-4
+
+
+def test_pruners_remove_what_harp_removes(compared):
+    rows = compared[2]["rows"]
+    dense, harp = rows["reference: dense"], rows["alphas of the top layers: searched (the paper)"]
+    unit = 64 * 24 * 6 + 64  # a key/value head with its two query heads, and a bias
+    for name in ("Mag-sp, own mix", "Wanda-sp, own mix", "FLAP, heads", "FLAP, own mix", "LLM-Pruner, unprotected"):
+        assert abs((dense["linear"] - rows[f"pruners: {name}"]["linear"]) - (dense["linear"] - harp["linear"])) <= unit
+
+
+def test_a_searched_row_is_what_harp_gives(compared, toy):
+    """The row's alphas, set on a fresh model, give the row's perplexity on the test text."""
+    from eval_ppl import prepare, read_windows
+    from harp import set_alphas
+
+    row = compared[2]["rows"]["which layers: pruned alone (--select cost)"]
+    setup = prepare(str(toy), "cpu", "float32", 200)
+    windows = read_windows(setup, str(ROOT / "data" / "heldout.txt"), 4)
+    model = setup.load()
+    set_alphas(model, {int(layer): alpha for layer, alpha in row["alphas"].items()})
+    assert sum(row["nll"]["heldout.txt"]) == pytest.approx(perplexity(model, windows).nll, rel=1e-5)
+    costs = [ppl for _, ppl in compared[2]["layers"]["alone"]]
+    assert {int(layer) for layer in row["alphas"]} == set(sorted(range(5), key=costs.__getitem__)[:2])
+
+
+def test_an_interrupted_comparison_goes_on(compared, capsys):
+    command, out, state = compared
+    half = dict(state, rows=dict(list(state["rows"].items())[:-2]))
+    (out / "k2.json").write_text(json.dumps(half))
+    assert baselines.main(command) == 0
+    assert "2 of 2" in capsys.readouterr().err
+    again = json.loads((out / "k2.json").read_text())
+    for key, row in state["rows"].items():
+        assert again["rows"][key]["nll"] == row["nll"]
+
+
+def test_the_report_has_a_line_for_every_row(compared):
+    _, out, state = compared
+    text = (out / "tables.md").read_text()
+    for row in state["rows"].values():
+        assert f"| {row['name']} |" in text or row["name"].startswith("random")
+    assert "| random layers, 2 seeds: median (range) |" in text
+    assert (out / "k2.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_intervals_are_paired():
+    """A constant difference is known exactly, however much the windows differ among themselves."""
+    dense = {"nll": {"t": [100.0, 300.0, 900.0]}, "tokens": {"t": [100, 100, 100]}}
+    row = {"nll": {"t": [110.0, 310.0, 910.0]}}
+    assert baselines_report.relative_perplexity(row, dense, "t") == pytest.approx((math.exp(0.1),) * 3)
+    row = {"nll": {"t": [110.0, 300.0, 900.0]}}
+    ratio, low, high = baselines_report.relative_perplexity(row, dense, "t")
+    assert low == pytest.approx(1) and ratio == pytest.approx(math.exp(10 / 300)) and high > ratio
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (["--k", "5"], "--k 5 is out of range"),
+        (["--tests", str(ROOT / "data" / "calibration.txt")], "is the calibration text"),
+        (["--test-windows", "3"], "holds rows of other settings"),
+        (["--tests", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(compared, change, complaint, capsys):
+    assert baselines.main([*compared[0], *change]) == 2
+    assert complaint in capsys.readouterr().err
