@@ -374,7 +374,8 @@ def clock(seconds: float) -> str:
 
 
 def exit_code(program: str, work: Callable[[], None], when_interrupted: str = "") -> int:
-    """Do a command's work. 0: done; 2: a mistake of the user's or a full disk, told in one sentence; 130: Ctrl-C."""
+    """Do a command's work. 0: done; 2: a mistake of the user's, a full disk or full memory, told in one
+    sentence; 130: Ctrl-C."""
     try:
         work()
     except UserError as error:
@@ -382,6 +383,10 @@ def exit_code(program: str, work: Callable[[], None], when_interrupted: str = ""
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         complaint, code = f"cannot read or write{where}: {error.strerror}; what was saved is intact", 2
+    except (MemoryError, RuntimeError) as error:  # torch tells of full memory with a RuntimeError
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        complaint, code = "out of memory; take a smaller --ctx, fewer --windows or --dtype bfloat16", 2
     except KeyboardInterrupt:
         complaint, code = f"interrupted{when_interrupted}", 130
     else:

@@ -26,7 +26,7 @@ from eval_ppl import Window, add_run_arguments, clock, exit_code, own_text, prep
 from extras import layer_scores, measures, pruners
 from extras.baselines_report import write_report
 from extras.run_state import file_hash, hold, replace_json, run_identity
-from extras.timing import pruned_twin, take_turns
+from extras.timing import last_logits, pruned_twin, random_ids, take_turns
 from harp import (
     NO_CONSTANTS, Means, alphas_after, attention_means, heldout_perplexities, parse_grid, search, set_alphas,
 )  # fmt: skip
@@ -80,6 +80,11 @@ class Study:
     def fisher(self) -> list[tuple[float, float]]:
         pieces = [Window(ids, 1) for ids in pruners.pieces(self.calibration, 10, 64)]
         return self.once("fisher", lambda: layer_scores.fisher_scores(self.dense, pieces))
+
+    @property
+    def written(self) -> measures.Written:
+        prompts = measures.passages(self.ids, PROMPTS, PROMPT_TOKENS).to(self.dense.device)
+        return self.once("written", lambda: measures.write(self.dense, prompts, NEW_TOKENS))
 
     def means(self, layers: Sequence[int]) -> Means:
         return self.once(f"means {sorted(layers)}", lambda: attention_means(self.dense, self.calibration, layers))
@@ -266,9 +271,8 @@ def measure(study: Study, model: Transformer, row: Row) -> dict:
 
 def behaviour(study: Study, model: Transformer) -> dict:
     """What perplexity hides. By position means: in each quarter of the continuations."""
-    written = study.once("written", lambda: write_continuations(study))
-    agree, divergence = measures.divergence(model, written)
-    own_nll, loops = measures.own_text(model, study.dense, written)
+    agree, divergence = measures.divergence(model, study.written)
+    own_nll, loops = measures.own_text(model, study.dense, study.written)
     return {
         "agreement": quarters(agree),
         "divergence": quarters(divergence),
@@ -280,28 +284,21 @@ def behaviour(study: Study, model: Transformer) -> dict:
     }
 
 
-def write_continuations(study: Study) -> measures.Written:
-    prompts = measures.passages(study.ids, PROMPTS, PROMPT_TOKENS)
-    return measures.write(study.dense, prompts.to(study.dense.device), NEW_TOKENS)
-
-
 def quarters(values: Tensor) -> list[float]:
     """(B, T) -> the mean of each quarter of T."""
     return [part.mean().item() for part in values.float().tensor_split(4, dim=1)]
 
 
 def noise_floor(study: Study) -> dict:
-    """The dense model in bfloat16 beside itself: differences this small mean nothing."""
-    model = copy.deepcopy(study.dense).to(torch.bfloat16)
-    return measure(study, model, Row("reference", "", lambda: (model, {})))
+    """The dense model in bfloat16 beside itself: a smaller divergence than this means nothing."""
+    agree, divergence = measures.divergence(copy.deepcopy(study.dense).to(torch.bfloat16), study.written)
+    return {"agreement": quarters(agree), "divergence": quarters(divergence)}
 
 
-@torch.inference_mode()
 def prefill_ratio(study: Study, model: Transformer) -> float:
-    """Measured seconds of a dense prefill over this model's, by turns; the head on the last position."""
-    ids = torch.randint(study.dense.config.vocab_size, (1, PREFILL_TOKENS), generator=torch.Generator().manual_seed(0))
-    runs = {name: lambda some=some: some.head(some.hidden(ids.to(some.device))[:, -1:])
-            for name, some in (("dense", study.dense), ("pruned", model))}  # fmt: skip
+    """Measured seconds of a dense prefill over this model's, by turns."""
+    ids = random_ids(study.dense.config, PREFILL_TOKENS).to(study.dense.device)
+    runs = {"dense": partial(last_logits, study.dense, ids), "pruned": partial(last_logits, model, ids)}
     seconds = take_turns(runs, 2, study.dense.device, warm_up=0)  # what was measured before has warmed them up
     return seconds["dense"] / seconds["pruned"]
 

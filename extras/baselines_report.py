@@ -115,8 +115,11 @@ def behaviour_table(rows: Sequence[Mapping]) -> list[str]:
 
 
 def behaviour_cells(name: str, row: Mapping) -> list[str]:
-    by_position = [f"{row[key][0]:.2f} → {row[key][-1]:.2f}" for key in ("agreement", "divergence", "own_nll", "loops")]
-    return [name, *by_position, *(f"{row[key]:.2f}" for key in ("induction", "repeated", "choice"))]
+    by_position = [
+        f"{row[key][0]:.2f} → {row[key][-1]:.2f}" if key in row else ""
+        for key in ("agreement", "divergence", "own_nll", "loops")
+    ]
+    return [name, *by_position, *(f"{row[key]:.2f}" if key in row else "" for key in ("induction", "repeated", "choice"))]
 
 
 # --------------------------------------------------------------------------------------------------------- the picture

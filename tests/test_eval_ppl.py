@@ -204,3 +204,11 @@ def test_a_tokenizer_of_another_model(golden_copy, toy, text_file, capsys):
     (folder / "tokenizer.json").write_bytes((toy / "tokenizer.json").read_bytes())
     assert eval_ppl.main(["--ckpt", str(folder), "--text", text_file]) == 2
     assert "beyond the model's embedding of 100 rows" in capsys.readouterr().err
+
+
+def test_full_memory_is_told_in_a_sentence(capsys):
+    assert eval_ppl.exit_code("x.py", lambda: torch.empty(10**16)) == 2
+    assert eval_ppl.exit_code("x.py", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))) == 2
+    assert capsys.readouterr().err.count("x.py: out of memory; take a smaller --ctx") == 2
+    with pytest.raises(RuntimeError, match="shapes"):  # a bug of ours keeps its traceback
+        eval_ppl.exit_code("x.py", lambda: torch.ones(2, 3) @ torch.ones(2, 3))
