@@ -87,7 +87,7 @@ class StoredTensor:
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    config: dict  # the CONFIG_KEYS that the family knows, "model_type", "rope", and of pruned layers the "harp" alphas
+    config: dict  # the family's CONFIG_KEYS, "model_type", "rope", "harp" (layer -> alpha), "harp_constants" (layers)
     tensors: dict[str, StoredTensor]
 
     @property
@@ -213,7 +213,11 @@ def read_config(path: Path) -> dict:
     config["rope"] = read_rope(file, stored)
     config["rope"].setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     config["harp"] = read_harp(file, stored, config["num_hidden_layers"])
-    config["harp_constants"] = bool(config["harp"]) and stored["harp"].get("constants") is True
+    config["harp_constants"] = stored["harp"].get("constants", []) if config["harp"] else []
+    if not isinstance(config["harp_constants"], list) or not all(
+        type(layer) is int and layer in config["harp"] for layer in config["harp_constants"]
+    ):
+        raise UserError(f"{file} has 'constants' in 'harp' that are no list of pruned layers; prune the original again")
     return config
 
 
@@ -407,7 +411,15 @@ def size_facts(file: Path) -> str:
     return f"{size:,} bytes" + (f", {promised:,} expected" if ends and size != promised else "")
 
 
-MAY_BE_ZERO = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "lm_head.weight", ".bias")
+MAY_BE_ZERO = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "o_proj.weight",
+    "lm_head.weight",
+    ".bias",
+    ".constant",
+)
 
 
 def check_values(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:

@@ -384,7 +384,7 @@ def exit_code(program: str, work: Callable[[], None], when_interrupted: str = ""
         where = f" {error.filename}" if error.filename else ""
         complaint, code = f"cannot read or write{where}: {error.strerror}; what was saved is intact", 2
     except (MemoryError, RuntimeError) as error:  # torch tells of full memory with a RuntimeError
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not any(w in str(error) for w in ("out of memory", "allocate memory")):
             raise
         complaint, code = "out of memory; take a smaller --ctx, fewer --windows or --dtype bfloat16", 2
     except KeyboardInterrupt:

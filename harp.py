@@ -191,7 +191,7 @@ def set_alphas(model: Transformer, alphas: Mapping[int, float], means: Means = N
     """Switch exactly these layers, layer -> alpha, to their V·O path, and all others back to full attention.
 
     A pruned layer that has `means` (`attention_means`) also gets the constant that makes its mean update what it was:
-    alpha * U + mean(A) - alpha * mean(U). FLAP's bias compensation (An et al. 2024, arXiv 2312.11983), applied to HARP.
+    alpha * U + mean(A) - alpha * mean(U). FLAP's bias compensation (An et al. 2023, arXiv 2312.11983), applied to HARP.
     """
     for layer, block in enumerate(model.blocks):
         block.attention_mode = "vo" if layer in alphas else "full"
@@ -211,8 +211,8 @@ def constant_at(alpha: float, means: tuple[Tensor, Tensor] | None) -> Tensor | f
 
 @torch.inference_mode()
 def attention_means(model: Transformer, windows: Sequence[Window], layers: Sequence[int]) -> Means:
-    """The means of A, what attention adds to a token, and of U, what V·O would add, over all tokens of the dense
-    model."""
+    """The means of A, what attention adds to a token, and of U, what V·O would add, over all tokens. They are the dense
+    model's, and the model is dense afterwards."""
     set_alphas(model, {})
     return {
         layer: (torch.cat(attention, dim=1).mean((0, 1)), torch.cat(value_path, dim=1).mean((0, 1)))
@@ -220,14 +220,14 @@ def attention_means(model: Transformer, windows: Sequence[Window], layers: Seque
     }
 
 
-def heldout_perplexities(
+def perplexities(
     model: Transformer,
     windows: Sequence[Window],
     variants: Mapping[str, Mapping[int, float]],
     means: Means = NO_CONSTANTS,
 ) -> dict[str, float | None]:
-    """Perplexity of the model pruned in several ways, each a dict layer -> alpha, on a text that the search has not
-    seen. None: not finite. The model carries the last variant's alphas afterwards."""
+    """Perplexity of the model pruned in several ways, each a dict layer -> alpha. None: not finite. What lies below all
+    pruned layers is computed once. The model carries the last variant's alphas afterwards."""
     lowest = min(layer for alphas in variants.values() for layer in alphas)
     at_lowest = advance(model, embed(model, windows), range(lowest))
     found = {}
@@ -303,7 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     method.add_argument("--sweeps", type=int, default=0, metavar="N",
                         help="afterwards search every layer again, N times (default: 0)")  # fmt: skip
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, metavar="DIR", help="result folder (default: out/<model>-harp<N>)")
+    output.add_argument(
+        "--out", type=Path, metavar="DIR", help="result folder (default: out/<model>-harp<N>, -cost and -bias if so)"
+    )
     output.add_argument("--heldout", default=own_text("heldout.txt"), metavar="FILE",
                         help="UTF-8 text for the final check (default: %(default)s)")  # fmt: skip
     output.add_argument("--prompt", metavar="TEXT", help="also print its continuation before and after pruning")
@@ -362,7 +364,7 @@ def run(args: argparse.Namespace) -> None:
         model = None if finished and prompt is None else setup.load(min(layers))
         if args.select == "cost":
             layers = pick_layers(model, windows, len(layers), report, partial / "harp.json")
-        means = attention_means(model, windows, layers) if args.bias and model else NO_CONSTANTS
+        means = attention_means(model, windows, layers) if args.bias and model is not None else NO_CONSTANTS
         if finished:
             print_steps(report)
         else:
@@ -417,7 +419,7 @@ def judge(model: Transformer, heldout: Sequence[Window], layers: list[int], mean
     """Put the held-out perplexities into the report, beside what the same layers give without a search."""
     steps = steps_of(report)
     show_status("perplexity on the held-out text")
-    report["heldout_ppl"] = heldout_perplexities(
+    report["heldout_ppl"] = perplexities(
         model,
         heldout,
         {
@@ -551,7 +553,10 @@ def print_summary(report: dict, heldout_file: str, config: ModelConfig) -> None:
     cache = cost.kv_bytes(config, 1, alphas) / cost.kv_bytes(config, 1) - 1
     prefill = cost.prefill_flops(config, tokens, alphas) / cost.prefill_flops(config, tokens) - 1
     print(f"heldout  {heldout_file} · dense {ppl_text(ppl['dense'])} -> pruned {ppl_text(ppl['pruned'])}")
-    print(f"         same layers at alpha 1: {ppl_text(ppl['alpha_1'])}, at alpha 0: {ppl_text(ppl['alpha_0'])}")
+    likewise = ", each with its constant" if report["identity"]["bias"] else ""
+    print(
+        f"         same layers at alpha 1: {ppl_text(ppl['alpha_1'])}, at alpha 0: {ppl_text(ppl['alpha_0'])}{likewise}"
+    )
     if len(steps) > len(alphas):
         print(f"         before the sweeps: {ppl_text(ppl['greedy'])}")
     print(f"cost     linear parameters {parameters:+.2%} · KV cache {cache:+.1%}")

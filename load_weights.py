@@ -59,7 +59,7 @@ def load(path: str | Path, dtype: torch.dtype | None = None, device: str | torch
         model = Transformer(model_config(checkpoint.config))
         for layer, alpha in checkpoint.config["harp"].items():
             model.blocks[layer].attention_mode, model.blocks[layer].alpha = "vo", alpha
-            if checkpoint.config["harp_constants"]:
+            if layer in checkpoint.config["harp_constants"]:
                 model.blocks[layer].constant = nn.Parameter(torch.empty(model.config.hidden_size))
         model.prune_()
     sources = match_tensors(model, checkpoint)
@@ -86,8 +86,9 @@ def save(model: Transformer, path: str | Path, source: str | Path, dtype: torch.
         "alphas": {str(layer): alpha for layer, alpha in sorted(model.pruned.items(), reverse=True)},
         "folded": ["o_proj"] if model.config.post_norms else ["o_proj", "alpha"],
     }
-    if any(block.constant is not None for block in model.blocks):
-        harp["constants"] = True
+    constants = [layer for layer, block in enumerate(model.blocks) if block.constant is not None]
+    if constants:
+        harp["constants"] = constants
     write_folder(Path(path), weights, read_json(Path(source) / "config.json") | {"harp": harp}, Path(source))
 
 

@@ -146,9 +146,9 @@ def attend(
 
 
 def softcapped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    """Attention with squeezed scores, which no fused kernel knows: q (B, n_heads, R, head_dim), k and v (B, n_heads,
-    keys, head_dim), visible (R, keys). In place where it can be: the scores are the largest tensor of a
-    long prefill."""
+    """Attention with squeezed scores, which PyTorch's fused attention lacks: q (B, n_heads, R, head_dim), k and v (B,
+    n_heads, keys, head_dim), visible (R, keys) -> (B, n_heads, R, head_dim). In place where it can be: the scores are
+    the largest tensor of a long prefill."""
     scores = scale * (q @ k.transpose(2, 3)).float()  # (B, n_heads, R, keys)
     scores = softcap * scores.div_(softcap).tanh_()  # a product of its own: tanh's gradient needs tanh's result
     return scores.masked_fill_(~visible, float("-inf")).softmax(dim=-1).to(v.dtype) @ v

@@ -9,12 +9,13 @@ the tests are only ever measured on.
 
 import argparse
 import copy
+import importlib.util
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -22,15 +23,18 @@ from torch import Tensor
 
 import cost
 from checkpoint import UserError, read_json
-from eval_ppl import Window, add_run_arguments, clock, exit_code, own_text, prepare, read_windows
+from eval_ppl import (
+    Window, add_run_arguments, clock, describe_windows, exit_code, own_text, prepare, read_windows,
+)  # fmt: skip
 from extras import layer_scores, measures, pruners
 from extras.baselines_report import write_report
-from extras.run_state import file_hash, hold, replace_json, run_identity
-from extras.timing import last_logits, pruned_twin, random_ids, take_turns
+from extras.run_state import differences, file_hash, hold, replace_json, run_identity
+from extras.timing import last_logits, pruned_twin, random_ids, say, take_turns
 from harp import (
-    NO_CONSTANTS, Means, alphas_after, attention_means, heldout_perplexities, parse_grid, search, set_alphas,
+    NO_CONSTANTS, Means, alphas_after, attention_means, parse_grid, perplexities, search, set_alphas,
 )  # fmt: skip
 from model import Transformer
+from tokenizer import read_text
 
 GRID = parse_grid("0:1:0.1")
 SEARCH_WINDOWS = 1  # of all searches here, by Fibonacci: there are some twenty of them
@@ -39,6 +43,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 64
 MLP_RATIO = 0.0186  # of the MLP's parameters: what the authors' command removes with FLAP beside HARP, for Llama
 PREFILL_TOKENS = 2048
 CORE_ONLY_UP_TO = 4  # layers; beyond, all rows
+TRULY_GREEDY_UP_TO = 4  # layers; it tries every layer again for each
 
 Alphas = dict[int, float]
 
@@ -51,13 +56,10 @@ class Study:
     calibration: list[Window]
     tests: dict[str, list[Window]]  # by file name
     ids: list[int]  # of the first test text: the material of the other measures
+    bos: list[int]  # what comes before a sequence
     k: int
-    found: dict[str, object] = field(default_factory=dict)  # what has been computed already
-
-    def once(self, name: str, compute: Callable[[], object]) -> object:
-        if name not in self.found:
-            self.found[name] = compute()
-        return self.found[name]
+    means: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # `harp.Means` of the layers seen so far
+    alphas: dict[tuple, Alphas] = field(default_factory=dict)  # what searches have found
 
     @property
     def top(self) -> list[int]:
@@ -68,47 +70,57 @@ class Study:
         """The windows of searches."""
         return self.calibration[:SEARCH_WINDOWS]
 
-    @property
+    @cached_property
     def facts(self) -> list[layer_scores.LayerFacts]:
-        return self.once("facts", lambda: layer_scores.layer_facts(self.dense, self.calibration))
+        return layer_scores.layer_facts(self.dense, self.calibration)
 
-    @property
+    @cached_property
     def costs(self) -> dict[int, tuple[float, float]]:
-        return self.once("costs", lambda: layer_scores.layer_costs(self.dense, self.calibration))
+        return layer_scores.layer_costs(self.dense, self.calibration)
 
-    @property
+    @cached_property
     def fisher(self) -> list[tuple[float, float]]:
         pieces = [Window(ids, 1) for ids in pruners.pieces(self.calibration, 10, 64)]
-        return self.once("fisher", lambda: layer_scores.fisher_scores(self.dense, pieces))
+        return layer_scores.fisher_scores(self.dense, pieces)
 
-    @property
+    @cached_property
     def written(self) -> measures.Written:
-        prompts = measures.passages(self.ids, PROMPTS, PROMPT_TOKENS).to(self.dense.device)
-        return self.once("written", lambda: measures.write(self.dense, prompts, NEW_TOKENS))
+        prompts = measures.passages(self.ids, PROMPTS, PROMPT_TOKENS)
+        return measures.write(self.dense, prompts, NEW_TOKENS, self.bos)
 
-    def means(self, layers: Sequence[int]) -> Means:
-        return self.once(f"means {sorted(layers)}", lambda: attention_means(self.dense, self.calibration, layers))
+    def means_of(self, layers: Sequence[int]) -> Means:
+        missing = [layer for layer in layers if layer not in self.means]
+        self.means |= attention_means(self.dense, self.calibration, missing)
+        return {layer: self.means[layer] for layer in layers}
 
     def searched(self, layers: Sequence[int], bias: bool = False) -> Alphas:
         """The alphas that `harp.search` gives these layers. The same search for every set."""
-        means = self.means(layers) if bias else NO_CONSTANTS
-
-        def compute() -> Alphas:
+        key = (*sorted(layers), bias)
+        if key not in self.alphas:
+            means = self.means_of(layers) if bias else NO_CONSTANTS
             steps = search(self.dense, self.short, layers, GRID, method="fibonacci", means=means)
             set_alphas(self.dense, {})
-            return alphas_after(steps)
-
-        return self.once(f"searched {sorted(layers)} {bias}", compute)
+            self.alphas[key] = alphas_after(steps)
+        return self.alphas[key]
 
     @property
     def budget(self) -> int:
-        """Parameters that HARP with searched alphas removes from the top layers: what every pruner may remove."""
+        """Parameters that HARP with searched alphas removes from the top layers, folded: what every pruner may
+        remove."""
         config = self.dense.config
         return cost.linear_parameters(config) - cost.linear_parameters(config, self.searched(self.top))
 
+    @property
+    def unfolded_budget(self) -> int:
+        """The same as the paper counts it, without our folding."""
+        config = self.dense.config
+        pruned = cost.linear_parameters(config, self.searched(self.top), folded=False)
+        return cost.linear_parameters(config) - pruned
+
+    @cached_property
     def scores(self) -> dict[str, list[float]]:
         """Every score by layer, low where the score calls a layer redundant."""
-        facts, fisher = self.facts, self.fisher
+        facts = self.facts
         return {
             "pruned alone": [ppl for _, ppl in self.costs.values()],
             "1 - cos(h, h + A)": [f.attention_distance for f in facts],
@@ -117,9 +129,14 @@ class Study:
             "Block Importance": [f.block_importance for f in facts],
             "Sim(H), high": [-f.similarity for f in facts],
             "entropy, high": [-f.entropy for f in facts],
-            "Fisher of q and k": [without for without, _ in fisher],
-            "Fisher of V·O": [with_vo for _, with_vo in fisher],
+            "Fisher of q and k": [without for without, _ in self.fisher],
+            "Fisher of V·O": [with_vo for _, with_vo in self.fisher],
         }
+
+    def lowest(self, score: str) -> list[int]:
+        """The k layers that a score would prune."""
+        values = self.scores[score]
+        return sorted(range(len(values)), key=values.__getitem__)[: self.k]
 
 
 # --------------------------------------------------------------------------------------------------------- the rows
@@ -132,22 +149,23 @@ class Row:
     group: str
     name: str
     make: Callable[[], tuple[Transformer, Alphas]]
-    core: bool = False  # also for a second, smaller k
+    core: bool = False  # also for a small k
     only_perplexity: bool = False
 
 
 def all_rows(study: Study) -> list[Row]:
-    return [
+    rows = [
         Row("reference", "dense", lambda: (study.dense, {}), core=True),
         *alpha_rows(study),
         *layer_rows(study),
         *pruner_rows(study),
     ]
+    return [row for row in rows if row.core or study.k > CORE_ONLY_UP_TO]
 
 
 def harp(study: Study, alphas: Callable[[], Alphas], bias: bool = False) -> tuple[Transformer, Alphas]:
     chosen = alphas()
-    return pruned_twin(study.dense, chosen, study.means(list(chosen)) if bias else NO_CONSTANTS), chosen
+    return pruned_twin(study.dense, chosen, study.means_of(list(chosen)) if bias else NO_CONSTANTS), chosen
 
 
 def alpha_rows(study: Study) -> Iterator[Row]:
@@ -156,35 +174,35 @@ def alpha_rows(study: Study) -> Iterator[Row]:
 
     def shared() -> Alphas:
         variants = {f"{alpha:g}": dict.fromkeys(top, alpha) for alpha in GRID}
-        found = heldout_perplexities(study.dense, study.short, variants)
+        found = perplexities(study.dense, study.short, variants)
         set_alphas(study.dense, {})
         return variants[min(found, key=lambda name: found[name] or math.inf)]
 
-    ways = {
-        "searched (the paper)": lambda: study.searched(top),
-        "searched + constant": lambda: study.searched(top, bias=True),
-        "least squares": lambda: {layer: study.facts[layer].ls_alpha for layer in top},
-        "least squares + constant": lambda: {layer: study.facts[layer].ls_alpha for layer in top},
-        "norm match": lambda: {layer: study.facts[layer].norm_alpha for layer in top},
-        "one shared alpha": shared,
-        "alpha 1": lambda: dict.fromkeys(top, 1.0),
-        "alpha 0": lambda: dict.fromkeys(top, 0.0),
-    }
-    for name, alphas in ways.items():
-        make = partial(harp, study, alphas, bias="constant" in name)
-        yield Row("alphas of the top layers", name, make, core=name in list(ways)[:4])
+    def row(name: str, alphas: Callable[[], Alphas], bias: bool = False, core: bool = False) -> Row:
+        return Row("top layers", name, partial(harp, study, alphas, bias), core)
+
+    least_squares = partial(fixed_alphas, study, top, "ls_alpha")
+    yield row("searched", lambda: study.searched(top), core=True)
+    yield row("searched with constants", lambda: study.searched(top, bias=True), bias=True, core=True)
+    yield row("least squares", least_squares, core=True)
+    yield row("least squares, then constants", least_squares, bias=True, core=True)
+    yield row("norm match", partial(fixed_alphas, study, top, "norm_alpha"))
+    yield row("one shared alpha", shared)
+    yield row("alpha 1", lambda: dict.fromkeys(top, 1.0))
+    yield row("alpha 0", lambda: dict.fromkeys(top, 0.0))
+
+
+def fixed_alphas(study: Study, layers: Sequence[int], fact: str) -> Alphas:
+    return {layer: getattr(study.facts[layer], fact) for layer in layers}
 
 
 def layer_rows(study: Study) -> Iterator[Row]:
     """Other k layers, with alphas from the same search."""
     n_layers, k = study.dense.config.n_layers, study.k
 
-    def searched(layers: Callable[[], Sequence[int]], bias: bool = False) -> Callable[[], tuple[Transformer, Alphas]]:
-        return lambda: harp(study, partial(study.searched, layers(), bias), bias)
-
-    def lowest(score: str) -> list[int]:
-        values = study.scores()[score]
-        return sorted(range(n_layers), key=values.__getitem__)[:k]
+    def row(name: str, layers: Callable[[], Sequence[int]], bias: bool = False, **options) -> Row:
+        make = lambda: harp(study, partial(study.searched, layers(), bias), bias)  # noqa: E731
+        return Row("other layers", name, make, **options)
 
     def greedy() -> list[int]:
         """One layer after another: always the one that costs least beside those that are pruned already."""
@@ -198,75 +216,80 @@ def layer_rows(study: Study) -> Iterator[Row]:
         set_alphas(study.dense, {})
         return list(alphas)
 
-    group = "which layers"
-    yield Row(group, "bottom, searched", searched(lambda: range(k)))
-    yield Row(group, "bottom, alpha 1", lambda: harp(study, lambda: dict.fromkeys(range(k), 1.0)))
+    yield row("bottom, searched", lambda: range(k))
+    yield Row("other layers", "bottom, alpha 1", lambda: harp(study, lambda: dict.fromkeys(range(k), 1.0)))
     for seed in range(SEEDS):
         layers = torch.randperm(n_layers, generator=torch.Generator().manual_seed(seed))[:k].tolist()
-        yield Row(group, f"random, seed {seed}", searched(lambda layers=layers: layers), only_perplexity=True)
-    yield Row(group, "pruned alone (--select cost)", searched(partial(lowest, "pruned alone")), core=True)
-    yield Row(group, "the same + constant (--bias)", searched(partial(lowest, "pruned alone"), bias=True), core=True)
-    if k <= 4:
-        yield Row(group, "one after another, truly greedy", searched(greedy), core=True)
-    for score in study.scores():
-        if score != "pruned alone":
-            yield Row(group, score, searched(partial(lowest, score)), only_perplexity=True)
+        yield row(f"random, seed {seed}", lambda layers=layers: layers, only_perplexity=True)
+    yield row("cheapest alone", lambda: study.lowest("pruned alone"), core=True)
+    yield row("cheapest alone, with constants", lambda: study.lowest("pruned alone"), bias=True, core=True)
+    if k <= TRULY_GREEDY_UP_TO:
+        yield row("truly greedy", greedy, core=True)
+    for score in ("1 - cos(h, h + A)", "|A| / |h|", "least-squares residual", "Block Importance", "Sim(H), high",
+                  "entropy, high", "Fisher of q and k", "Fisher of V·O"):  # fmt: skip
+        yield row(f"by {score}", partial(study.lowest, score), only_perplexity=True)
 
 
 def pruner_rows(study: Study) -> Iterator[Row]:
     """Structured pruners that remove as many parameters as HARP does from the top k layers."""
-    attention = (pruners.ATTENTION,)
+    config = study.dense.config
+    attention = {"kinds": (pruners.ATTENTION,)}
+    whole_mlp = cost.linear_parameters(config, dict.fromkeys(range(config.n_layers), 0.0))
+    one_attention = cost.layer_parameters(config, None) - cost.layer_parameters(config, 0.0)
 
-    def shrunk(
-        method: Callable[..., None], budget: Callable[[], int], alphas: Alphas, **options
-    ) -> tuple[Transformer, Alphas]:
-        model = copy.deepcopy(study.dense)
-        set_alphas(model, alphas)
-        method(model, study.calibration, budget(), **options)
-        return model, alphas
+    def row(
+        name: str,
+        method: Callable[..., None],
+        budget: Callable[[], int] = lambda: study.budget,
+        alphas: Callable[[], Alphas] = dict,
+        core: bool = False,
+        **options,
+    ) -> Row:
+        def make() -> tuple[Transformer, Alphas]:
+            model, chosen = copy.deepcopy(study.dense), alphas()
+            set_alphas(model, chosen)
+            method(model, study.calibration, budget(), **options)
+            return model, chosen
 
-    def row(name: str, method: Callable[..., None], core: bool = False, **options) -> Row:
-        return Row("pruners", name, lambda: shrunk(method, lambda: study.budget, {}, **options), core)
+        return Row("pruners", name, make, core)
 
-    yield row("Mag-sp, heads", pruners.mag_sp, kinds=attention, heads="query")
+    yield row("Mag-sp, query heads", pruners.mag_sp, **attention, heads="query")
     yield row("Mag-sp, own mix", pruners.mag_sp)
-    yield row("Wanda-sp, heads", pruners.wanda_sp, kinds=attention, heads="query")
+    yield row("Wanda-sp, query heads", pruners.wanda_sp, **attention, heads="query")
     yield row("Wanda-sp, own mix", pruners.wanda_sp)
-    yield row("FLAP, heads", pruners.flap, kinds=attention, core=True)
+    yield row("FLAP, key/value heads", pruners.flap, **attention, core=True)
     yield row("FLAP, own mix", pruners.flap, core=True)
+    yield row("FLAP, own mix, attention scores squared", pruners.flap, square_attention=True)
+    yield row("FLAP, own mix, unfolded budget", pruners.flap, lambda: study.unfolded_budget)
     yield row("LLM-Pruner, ends protected", pruners.llm_pruner)
     yield row("LLM-Pruner, unprotected", pruners.llm_pruner, protect=False)
+    yield row("LLM-Pruner, key/value heads", pruners.llm_pruner, **attention, protect=False)
     yield row("Attention-Drop, same parameters", pruners.attention_drop, core=True)
-
-    def drop_k() -> tuple[Transformer, Alphas]:
-        values = study.scores()["1 - cos(h, h + A)"]
-        layers = sorted(range(len(values)), key=values.__getitem__)[: study.k]
-        return harp(study, lambda: dict.fromkeys(layers, 0.0))
-
-    yield Row("pruners", "Attention-Drop, k layers", drop_k, core=True)
-
-    def with_mlp() -> tuple[Transformer, Alphas]:
-        mlp = cost.linear_parameters(study.dense.config, dict.fromkeys(range(study.dense.config.n_layers), 0.0))
-        return shrunk(pruners.harp_flap, lambda: round(MLP_RATIO * mlp), study.searched(study.top))
-
-    yield Row("pruners", f"HARP + FLAP on {MLP_RATIO:.2%} of the MLP", with_mlp)
+    yield row("Attention-Drop, k layers", pruners.attention_drop, lambda: study.k * one_attention, core=True)
+    yield row(
+        f"top layers searched + FLAP on {MLP_RATIO:.2%} of the MLP", pruners.harp_flap,
+        lambda: round(MLP_RATIO * whole_mlp), lambda: study.searched(study.top),
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(study: Study, model: Transformer, row: Row) -> dict:
+def measure(study: Study, model: Transformer, alphas: Alphas, only_perplexity: bool) -> dict:
     """All measures of one pruned model, as JSON can keep them."""
+    config = study.dense.config
     parts = {name: measures.window_losses(model, windows) for name, windows in study.tests.items()}
     result = {
         "nll": {name: [part.nll for part in some] for name, some in parts.items()},
         "tokens": {name: [part.tokens for part in some] for name, some in parts.items()},
-        "parameters": pruners.model_parameters(model),
         "linear": pruners.linear_parameters(model),
         "kv": pruners.model_kv_values(model),
         "flops": pruners.model_prefill_flops(model, 8192),
     }
-    return result if row.only_perplexity else result | behaviour(study, model)
+    if alphas:
+        folding = cost.linear_parameters(config, alphas, folded=False) - cost.linear_parameters(config, alphas)
+        result["unfolded"] = result["linear"] + folding
+    return result if only_perplexity else result | behaviour(study, model)
 
 
 def behaviour(study: Study, model: Transformer) -> dict:
@@ -278,9 +301,9 @@ def behaviour(study: Study, model: Transformer) -> dict:
         "divergence": quarters(divergence),
         "own_nll": quarters(own_nll),
         "loops": quarters(loops),
-        "induction": measures.induction_accuracy(model),
-        "repeated": measures.repeated_text_loss(model, study.ids),
-        "choice": measures.multiple_choice_accuracy(model, study.ids),
+        "induction": measures.induction_accuracy(model, bos=study.bos),
+        "repeated": measures.repeated_text_loss(model, study.ids, bos=study.bos),
+        "choice": measures.multiple_choice_accuracy(model, study.ids, bos=study.bos),
     }
 
 
@@ -290,47 +313,64 @@ def quarters(values: Tensor) -> list[float]:
 
 
 def noise_floor(study: Study) -> dict:
-    """The dense model in bfloat16 beside itself: a smaller divergence than this means nothing."""
-    agree, divergence = measures.divergence(copy.deepcopy(study.dense).to(torch.bfloat16), study.written)
+    """The dense model in another dtype beside itself: a smaller divergence than this means nothing."""
+    stored = study.dense.norm.weight.dtype
+    other = copy.deepcopy(study.dense).to(torch.bfloat16 if stored == torch.float32 else torch.float32)
+    agree, divergence = measures.divergence(other, study.written)
     return {"agreement": quarters(agree), "divergence": quarters(divergence)}
-
-
-def prefill_ratio(study: Study, model: Transformer) -> float:
-    """Measured seconds of a dense prefill over this model's, by turns."""
-    ids = random_ids(study.dense.config, PREFILL_TOKENS).to(study.dense.device)
-    runs = {"dense": partial(last_logits, study.dense, ids), "pruned": partial(last_logits, model, ids)}
-    seconds = take_turns(runs, 2, study.dense.device, warm_up=0)  # what was measured before has warmed them up
-    return seconds["dense"] / seconds["pruned"]
 
 
 # -------------------------------------------------------------------------------------------------- the command line
 
 
-def run(study: Study, file: Path, state: dict) -> None:
+def measure_rows(study: Study, file: Path, state: dict) -> None:
     """Measure every row that `state` lacks, and put each into `file` when it is done."""
-    rows = [row for row in all_rows(study) if row.core or study.k > CORE_ONLY_UP_TO]
-    missing = [row for row in rows if f"{row.group}: {row.name}" not in state["rows"]]
+    missing = [row for row in all_rows(study) if row_key(row) not in state["rows"]]
     for number, row in enumerate(missing, start=1):
         started = time.perf_counter()
         model, alphas = row.make()
-        result = measure(study, model, row)
-        if row.name == "dense":
+        result = measure(study, model, alphas, row.only_perplexity)
+        if model is study.dense:
             result["noise_floor"] = noise_floor(study)
-        shapes = [(other["parameters"], other["kv"]) for other in state["rows"].values() if "prefill" in other]
-        if model is not study.dense and (result["parameters"], result["kv"]) not in shapes and not row.only_perplexity:
-            result["prefill"] = prefill_ratio(study, model)
-        alphas = {str(layer): alphas[layer] for layer in sorted(alphas, reverse=True)}
         seconds = time.perf_counter() - started
-        about = {"group": row.group, "name": row.name, "alphas": alphas, "seconds": seconds}
-        state["rows"][f"{row.group}: {row.name}"] = about | result
+        listed = {str(layer): alphas[layer] for layer in sorted(alphas, reverse=True)}
+        about = {"group": row.group, "name": row.name, "alphas": listed, "seconds": seconds}
+        state["rows"][row_key(row)] = about | result
         replace_json(file, state)
-        print(f"{number} of {len(missing)} · {row.group}: {row.name} · {clock(seconds)}", file=sys.stderr, flush=True)
+        say(f"{number} of {len(missing)} · {row_key(row)} · {clock(seconds)}")
+
+
+def row_key(row: Row) -> str:
+    return f"{row.group}: {row.name}"
+
+
+def time_prefills(study: Study, file: Path, state: dict) -> None:
+    """Seconds of a dense prefill over each row's, by turns, once for every number of operations."""
+    measured = {some["flops"] for some in state["rows"].values() if "prefill" in some}
+    ids = random_ids(study.dense.config, PREFILL_TOKENS).to(study.dense.device)
+    for row in all_rows(study):
+        kept = state["rows"][row_key(row)]
+        if kept["flops"] in measured or row.only_perplexity or row.name == "dense":
+            continue
+        say(f"prefill of {PREFILL_TOKENS:,} tokens · {row_key(row)}")
+        alphas = {int(layer): alpha for layer, alpha in kept["alphas"].items()}
+        model = harp(study, lambda alphas=alphas: alphas)[0] if row.group != "pruners" else row.make()[0]
+        runs = {"dense": partial(last_logits, study.dense, ids), "pruned": partial(last_logits, model, ids)}
+        seconds = take_turns(runs, 5, study.dense.device)
+        kept["prefill"] = seconds["dense"] / seconds["pruned"]
+        measured.add(kept["flops"])
+        replace_json(file, state)
 
 
 def layer_table(study: Study) -> dict:
     """Every score of every layer, and what a look at the layer shows, for JSON."""
-    facts = [vars(fact) for fact in study.facts]
-    return {"scores": study.scores(), "facts": facts, "alone": list(study.costs.values())}
+    return {"scores": study.scores, "facts": [vars(fact) for fact in study.facts], "alone": list(study.costs.values())}
+
+
+def remember(study: Study, layers: dict) -> None:
+    """Take the layers' scores from an earlier run."""
+    study.scores = layers["scores"]
+    study.facts = [layer_scores.LayerFacts(**fact) for fact in layers["facts"]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -341,42 +381,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     text.add_argument("--test-windows", type=int, default=6, metavar="N", help="of each (default: %(default)s)")
     parser.add_argument("--k", type=int, default=8, metavar="N", help=f"layers to prune (default: %(default)s; up to "
                         f"{CORE_ONLY_UP_TO} the core rows only)")  # fmt: skip
+    parser.add_argument("--prefill", action="store_true", help="afterwards time prefills; nothing else should run")
     parser.add_argument("--out", type=Path, default=Path("out/baselines"), metavar="DIR", help="default: %(default)s")
+    parser.set_defaults(ctx=512, windows=4)
     args = parser.parse_args(argv)
     return exit_code("baselines.py", lambda: compare(args), "; the same command goes on from the last finished row")
 
 
 def compare(args: argparse.Namespace) -> None:
-    setup = prepare(args.ckpt, args.device, args.dtype, args.ctx or 512)
-    n_layers = setup.config.n_layers
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the pictures need matplotlib: pip install matplotlib")
+    setup = prepare(args.ckpt, args.device, args.dtype, args.ctx)
+    n_layers, tokenizer = setup.config.n_layers, setup.tokenizer
     if not 1 <= args.k < n_layers:
         raise UserError(f"--k {args.k} is out of range: with this model it takes 1 to {n_layers - 1}")
     if setup.checkpoint.config["harp"]:
         raise UserError(f"{setup.checkpoint.path} is pruned already: take the checkpoint that it was made from")
-    calibration = read_windows(setup, args.text, args.windows or 4)
+    calibration = read_windows(setup, args.text, args.windows)
+    pruners.pieces(calibration, 10, 64)  # LLM-Pruner's: refuse a short text now, not in an hour
     tests = {Path(file).name: read_windows(setup, file, args.test_windows) for file in args.tests}
+    if len(tests) < len(args.tests):
+        raise UserError("--tests names two files alike; rename one")
+    if min(map(len, tests.values())) < 2:
+        raise UserError("every test text must have two windows at least, or nothing is known of the error")
     if file_hash(args.text) in map(file_hash, args.tests):
         raise UserError(f"{args.text} is the calibration text; a test on it would flatter whatever was chosen by it")
     identity = run_identity(
         setup, args.text, args.tests[0], k=args.k, tests=[file_hash(file) for file in args.tests],
-        windows=len(calibration), test_windows=args.test_windows,
+        windows=len(calibration), test_windows=args.test_windows, search_windows=SEARCH_WINDOWS, grid=GRID,
+        continuations=[PROMPTS, PROMPT_TOKENS, NEW_TOKENS],
     )  # fmt: skip
+    ids = tokenizer.encode(read_text(args.tests[0]))[: args.test_windows * setup.ctx]
+    bos = [] if tokenizer.bos_rule == "none" else [tokenizer.bos_id]
     file = args.out / f"k{args.k}.json"
     with hold(args.out):
-        state = (
-            read_json(file)
-            if file.exists()
-            else {"identity": identity, "model": setup.checkpoint.path.name, "rows": {}}
-        )
-        if state.get("identity") != identity:
-            raise UserError(f"{file} holds rows of other settings; name another folder with --out")
+        about = [
+            setup.description.partition("\n")[0],
+            describe_windows(args.text, calibration, setup.ctx, tokenizer.bos_rule),
+        ]
+        about += [describe_windows(name, some, setup.ctx, tokenizer.bos_rule) for name, some in tests.items()]
+        state = {"identity": identity, "model": setup.checkpoint.path.name, "about": about, "rows": {}}
+        if file.exists():
+            state = read_json(file)
+            if differing := differences(state.get("identity", {}), identity):
+                raise UserError(f"{file} holds rows that differ in {differing}; name another folder with --out")
         print(setup.description, flush=True)
-        ids = torch.cat([window.ids for window in tests[Path(args.tests[0]).name]]).tolist()
-        study = Study(setup.load(), calibration, tests, ids, args.k)
-        if "layers" not in state:
+        study = Study(setup.load(), calibration, tests, ids, bos, args.k)
+        if "layers" in state:
+            remember(study, state["layers"])
+        else:
             state["layers"] = layer_table(study)
             replace_json(file, state)
-        run(study, file, state)
+        measure_rows(study, file, state)
+        if args.prefill:
+            time_prefills(study, file, state)
     write_report(args.out)
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import Checkpoint, UserError, open_checkpoint, read_json
-from eval_ppl import choose_dtype, dtype_name
+from eval_ppl import choose_dtype, dtype_name, exit_code
 from extras.model_card import model_card
 from extras.spike import make_spike
 from load_weights import checkpoint_names, load, model_config, stored_dtype, write_folder
@@ -64,7 +64,7 @@ def make_plan(checkpoint: Checkpoint, encoding: str | None) -> Plan:
     if encoding is None:
         encoding = "spike" if lead >= NEEDED_LEAD or family == "llama" else "window"
     if encoding == "window" and family == "llama":
-        raise UserError("stock Llama and Mistral have no windows layer by layer; use --encoding spike")
+        raise UserError("a stock Llama, which this would become, has no windows layer by layer; use --encoding spike")
     if encoding == "spike" and lead < NEEDED_LEAD:
         hint = "" if family == "llama" else "; use --encoding window"
         raise UserError(f"a spike stands out by {lead:.0f} nats here, and {NEEDED_LEAD:.0f} are needed{hint}")
@@ -275,12 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--encoding", choices=["spike", "window"], help="default: spike, where the model allows it")
     parser.add_argument("--ctx", type=int, metavar="N", help="tokens of the check (default: 256, or what is exact)")
     args = parser.parse_args(argv)
-    try:
-        export(args.ckpt, args.out, args.encoding, args.ctx)
-    except UserError as error:
-        print(f"export_hf.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("export_hf.py", lambda: export(args.ckpt, args.out, args.encoding, args.ctx))
 
 
 def export(ckpt: str | Path, out: Path, encoding: str | None = None, ctx: int | None = None) -> None:

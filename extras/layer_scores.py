@@ -3,7 +3,7 @@
     A   what attention adds to the residual stream h: Post(Attn(Norm(h)))
     U   what V·O would add: Post(O(V(Norm(h))))
 
-All of them are taken on the dense model. `python -m extras.baselines layers` prints the table.
+All of them are taken on the dense model. `python -m extras.baselines` compares them.
 """
 
 import math
@@ -50,7 +50,9 @@ def layer_costs(
     """Layer -> (alpha, perplexity) with that layer alone pruned, at its least-squares alpha. One trial for each, where
     a search would take eleven. `on_layer(layer)` hears of progress."""
     costs, n_layers = {}, model.config.n_layers
-    for layer, hiddens, attention, updates in attention_updates(model, windows, layers or range(n_layers)):
+    for layer, hiddens, attention, updates in attention_updates(
+        model, windows, range(n_layers) if layers is None else layers
+    ):
         alpha = least_squares_alpha(attention, updates)
         outputs = [model.blocks[layer].add_mlp(h + alpha * u) for h, u in zip(hiddens, updates)]
         ppl = score(model, advance(model, outputs, range(layer + 1, n_layers)), windows).ppl
@@ -65,36 +67,36 @@ def cheapest(costs: dict[int, tuple[float, float]], k: int) -> list[int]:
 
 
 def fisher_scores(model: Transformer, windows: Sequence[Window]) -> list[tuple[float, float]]:
-    """For every layer, two estimates of how much the mean NLL L of a window would rise, with mean squared gradients in
-    place of the curvature (the empirical Fisher).
+    """For every layer, two second-order scores of what pruning it does to the mean NLL L of a window, with mean squared
+    gradients in place of the curvature (the empirical Fisher).
 
     Without queries and keys: 1/2 sum of w^2 * mean of (dL/dw)^2 over their weights w, our reading of the paper's
     "Hessian". It asks what happens at w = 0, which is uniform attention. With V·O at the least-squares alpha:
     1/2 mean of (g . (alpha * U - A))^2 over tokens, g being dL/dh after attention.
     """
-    weights = [(block.attn.q_proj.weight, block.attn.k_proj.weight) for block in model.blocks]
-    without, gradients = [0.0] * len(weights), [[] for _ in weights]  # gradients: (1, T, D) for every window
+    weights = [weight for block in model.blocks for weight in (block.attn.q_proj.weight, block.attn.k_proj.weight)]
+    without, gradients = torch.zeros(len(weights)), []  # gradients: (layers, T, D) for every window
     model.requires_grad_(True)
     for window in windows:
-        after_attention = []  # h + A, which the norm before every MLP reads
-
-        def keep(norm: torch.nn.Module, inputs: tuple[Tensor]) -> None:
-            inputs[0].retain_grad()
-            after_attention.append(inputs[0])
-
-        hooks = [block.mlp_norm.register_forward_pre_hook(keep) for block in model.blocks]
-        F.cross_entropy(model(window.ids[None])[0, :-1].float(), window.ids[1:].to(model.device)).backward()
+        after_attention: list[Tensor] = []  # h + A, (1, T, D) for every layer: what the norm before each MLP reads
+        hooks = [
+            block.mlp_norm.register_forward_pre_hook(lambda _, inputs, kept=after_attention: kept.append(inputs[0]))
+            for block in model.blocks
+        ]
+        with torch.enable_grad():
+            loss = F.cross_entropy(model(window.ids[None])[0, :-1].float(), window.ids[1:].to(model.device))
         for hook in hooks:
             hook.remove()
-        for layer, (pair, h) in enumerate(zip(weights, after_attention)):
-            without[layer] += sum((w.detach() * w.grad).square().sum().item() for w in pair) / 2 / len(windows)
-            gradients[layer].append(h.grad)
-        model.zero_grad()
+        found = torch.autograd.grad(loss, [*weights, *after_attention])
+        squares = [(w.detach() * dw).square().sum() for w, dw in zip(weights, found)]
+        without += torch.stack(squares).cpu() / 2 / len(windows)
+        gradients.append(found[len(weights) :])
     scores = []
-    for layer, _, attention, updates in attention_updates(model, windows, range(len(weights))):
+    for layer, _, attention, updates in attention_updates(model, windows, range(len(model.blocks))):
         alpha = least_squares_alpha(attention, updates)
-        rises = [(g * (alpha * u - a)).sum(-1) for g, a, u in zip(gradients[layer], attention, updates)]  # (1, T)
-        scores.append((without[layer], torch.cat(rises, dim=1).square().mean().item() / 2))
+        rises = [(g[layer] * (alpha * u - a)).sum(-1) for g, a, u in zip(gradients, attention, updates)]  # (1, T)
+        with_vo = torch.cat(rises, dim=1).square().mean().item() / 2
+        scores.append((without[2 * layer : 2 * layer + 2].sum().item(), with_vo))
     return scores
 
 
@@ -141,7 +143,7 @@ class LayerFacts:
     itself: float  # attention on the token itself
     previous: float  # attention on the token before, if that is not the first
     block_importance: float  # 1 - cos(h, output of the block): ShortGPT's score, which sees the MLP too
-    attention_distance: float  # 1 - cos(h, h + A): LLM-Drop's score for attention
+    attention_distance: float  # 1 - cos(h, h + A): Attention-Drop's score, but for the first tokens
     share: float  # |A| / |h|
     residual: float  # |A - alpha U| / |h| at the least-squares alpha: what V·O cannot bring back
     ls_alpha: float  # least squares: <A, U> / <U, U>
@@ -206,6 +208,7 @@ def scaled_error(target: Tensor, x: Tensor) -> float:
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Spearman's: the correlation of ranks; 1 if both rise together, whatever the curve. Without ties."""
-    ranks = torch.tensor([x, y], dtype=torch.float64).argsort().argsort().double()
-    return torch.corrcoef(ranks)[0, 1].item()
+    """Spearman's: the correlation of ranks; 1 if both rise together, whatever the curve. Equals share their rank."""
+    values = torch.tensor([x, y], dtype=torch.float64)
+    below, equal = values[:, :, None] > values[:, None], values[:, :, None] == values[:, None]
+    return torch.corrcoef(below.sum(2) + equal.sum(2) / 2)[0, 1].item()

@@ -6,7 +6,8 @@
     repeated text    the same with real text
     multiple choice  the true continuation among four
 
-Every measure takes a model as it is: dense, with alphas set, or shrunk. All the material is one text's tokens.
+Every measure takes a model as it is: dense, with alphas set, or shrunk. The material is one text's ids without BOS;
+`bos` comes before every sequence: [] or [bos_id].
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoint import UserError
 from eval_ppl import Perplexity, Window, advance, embed, score
 from model import Transformer
 
@@ -41,9 +43,15 @@ def token_losses(model: Transformer, ids: Tensor) -> Tensor:
 
 
 def passages(ids: Sequence[int], count: int, tokens: int) -> Tensor:
-    """`count` passages of `tokens` tokens, (count, tokens), spread evenly over a text."""
-    step = max(1, (len(ids) - tokens) // count)
+    """`count` passages of `tokens` tokens, (count, tokens), spread evenly over a text. Raises UserError."""
+    step = (len(ids) - tokens) // count
+    if step < 1:
+        raise UserError(f"the first test text has {len(ids)} tokens, too few for {count} passages of {tokens}")
     return torch.tensor([ids[i * step : i * step + tokens] for i in range(count)])
+
+
+def after(bos: Sequence[int], ids: Tensor) -> Tensor:  # (B, T) -> (B, len(bos) + T)
+    return torch.cat((torch.tensor(bos, dtype=torch.int64).expand(len(ids), -1), ids), dim=1)
 
 
 # ------------------------------------------------------------------------------------------- beside the dense model
@@ -65,8 +73,9 @@ def next_token_logs(model: Transformer, ids: Tensor, prompt: int) -> Tensor:
     return model.head(hidden).float().log_softmax(-1)
 
 
-def write(dense: Transformer, prompts: Tensor, new: int) -> Written:
+def write(dense: Transformer, prompts: Tensor, new: int, bos: Sequence[int] = ()) -> Written:
     """Let the dense model continue prompts, (B, T), by `new` tokens each."""
+    prompts = after(bos, prompts)
     ids = dense.generate(prompts, new)
     return Written(ids, prompts.shape[1], next_token_logs(dense, ids, prompts.shape[1]))
 
@@ -86,7 +95,7 @@ def own_text(model: Transformer, dense: Transformer, written: Written) -> tuple[
     predict, so a low NLL may mean good text or none."""
     new = written.ids.shape[1] - written.prompt
     ids = model.generate(written.ids[:, : written.prompt], new)
-    losses = token_losses(dense, ids)[:, written.prompt - 1 :]
+    losses = token_losses(dense, ids)[:, -new:]
     return losses, torch.tensor([repeats(row) for row in ids[:, written.prompt :].tolist()])
 
 
@@ -108,32 +117,43 @@ def twice(ids: Tensor) -> Tensor:  # (B, T) -> (B, 2T)
 
 
 @torch.inference_mode()
-def induction_accuracy(model: Transformer, count: int = 8, tokens: int = 64, seed: int = 0) -> float:
+def induction_accuracy(
+    model: Transformer, count: int = 8, tokens: int = 64, seed: int = 0, bos: Sequence[int] = ()
+) -> float:
     """Share of right next-token guesses in the second copy of `tokens` random tokens, over `count` sequences. The first
     of the copy cannot be known and is not asked for (Olsson et al. 2022, arXiv 2209.11895)."""
     generator = torch.Generator().manual_seed(seed)
-    ids = twice(torch.randint(model.config.vocab_size, (count, tokens), generator=generator))
+    ids = after(bos, twice(torch.randint(model.config.vocab_size, (count, tokens), generator=generator)))
     right = []
     for rows in ids.split(ROWS_AT_ONCE):
-        hidden = model.hidden(rows)[:, tokens:-1]
-        right += [(model.head(h).argmax(-1).cpu() == row[tokens + 1 :]).float() for h, row in zip(hidden, rows)]
+        hidden = model.hidden(rows)[:, -tokens:-1]
+        right += [(model.head(h).argmax(-1).cpu() == row[1 - tokens :]).float() for h, row in zip(hidden, rows)]
     return torch.stack(right).mean().item()
 
 
-def repeated_text_loss(model: Transformer, ids: Sequence[int], count: int = 4, tokens: int = 128) -> float:
-    """Mean NLL, in nats, of the second copy of a passage, over `count` passages of a text's ids."""
-    return token_losses(model, twice(passages(ids, count, tokens)).to(model.device))[:, tokens:].mean().item()
+def repeated_text_loss(
+    model: Transformer, ids: Sequence[int], count: int = 4, tokens: int = 128, bos: Sequence[int] = ()
+) -> float:
+    """Mean NLL, in nats, of the second copy of a passage but its first token, over `count` passages of a text's ids."""
+    copies = after(bos, twice(passages(ids, count, tokens))).to(model.device)
+    return token_losses(model, copies)[:, 1 - tokens :].mean().item()
 
 
 def multiple_choice_accuracy(
-    model: Transformer, ids: Sequence[int], count: int = 20, context: int = 32, tokens: int = 16
+    model: Transformer,
+    ids: Sequence[int],
+    count: int = 20,
+    context: int = 32,
+    tokens: int = 16,
+    bos: Sequence[int] = (),
 ) -> float:
     """Share of passages whose true continuation the model finds likelier than three others, which follow on the next
-    passages (chance: 0.25)."""
+    passages (chance: 0.25). With 20 of them the standard error is about 0.1."""
     questions = passages(ids, count, context + tokens)  # (count, context + tokens)
     endings = questions[:, context:]
     likelihoods = []
     for choice in range(CHOICES):  # 0: the true one
-        with_ending = torch.cat((questions[:, :context], endings.roll(-choice, dims=0)), dim=1).to(model.device)
-        likelihoods.append(-token_losses(model, with_ending)[:, context - 1 :].sum(1))
+        with_ending = torch.cat((questions[:, :context], endings.roll(-choice, dims=0)), dim=1)
+        losses = token_losses(model, after(bos, with_ending).to(model.device))  # (count, ... context + tokens - 1)
+        likelihoods.append(-losses[:, -tokens:].sum(1))
     return (torch.stack(likelihoods).argmax(0) == 0).float().mean().item()

@@ -26,6 +26,8 @@ def model_card(name: str, alphas: Mapping[int, float], report: Mapping, usage: s
         *(f"| {layer} | {alphas[layer]:g} | {ppl.get(layer, '')} |" for layer in sorted(alphas, reverse=True)),
         "",
     ]
+    if report.get("identity", {}).get("select") == "cost":
+        lines += ["These layers were picked because each of them cost least when it alone was pruned.", ""]
     if report.get("identity", {}).get("bias"):
         lines += ["Each of these layers also adds one constant vector: the mean of what is lost (`--bias`).", ""]
     if "dense_ppl" in report:

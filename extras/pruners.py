@@ -259,6 +259,10 @@ def lowest_of_all(candidates: Sequence[Sublayer], scores: Sequence[Tensor], budg
         new_bias = output.out_features if output.bias is None and keep[i].all() else 0
         keep[i][0, unit] = False
         budget -= candidates[i].cost - new_bias
+    if budget > 0:
+        raise UserError(
+            f"the budget is missed by {budget:,} parameters: the biases that make up for the rest need them"
+        )
     return keep
 
 
@@ -368,7 +372,7 @@ def pieces(windows: Sequence[Window], n: int, tokens: int) -> Tensor:
     all_pieces = [piece for window in windows for piece in window.ids.split(tokens) if len(piece) == tokens]
     if len(all_pieces) < n:
         raise UserError(f"the text has {len(all_pieces)} pieces of {tokens} tokens within its windows; {n} are needed")
-    return torch.stack(all_pieces[:: len(all_pieces) // n][:n])
+    return torch.stack([all_pieces[i * len(all_pieces) // n] for i in range(n)])
 
 
 def taylor(model: Transformer, candidates: Sequence[Sublayer], ids: Tensor) -> list[Tensor]:
@@ -394,7 +398,7 @@ def attention_drop(model: Transformer, windows: Sequence[Window], budget: int) -
     candidates = sublayers(model, (ATTENTION,))
     check_budget(candidates, budget)
     layers = [sublayer.layer for sublayer in candidates]
-    scores = {layer: change(h, update) for layer, h, update, _ in attention_updates(model, windows, layers)}
+    scores = {layer: cosine_distance(h, update) for layer, h, update, _ in attention_updates(model, windows, layers)}
     for layer in sorted(layers, key=scores.get):
         size = count(model.blocks[layer].attn)
         if budget < size / 2:
@@ -403,7 +407,7 @@ def attention_drop(model: Transformer, windows: Sequence[Window], budget: int) -
         budget -= size
 
 
-def change(hiddens: list[Tensor], updates: list[Tensor]) -> float:
+def cosine_distance(hiddens: list[Tensor], updates: list[Tensor]) -> float:
     """1 - the mean over all tokens of cos(h, h + update). Both: (1, T, D) for every window."""
     h, update = torch.cat(hiddens, dim=1).double(), torch.cat(updates, dim=1).double()
     return 1 - F.cosine_similarity(h, h + update, dim=-1).mean().item()

@@ -46,6 +46,15 @@ def sampled_hash(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+def differences(found: dict, identity: dict) -> str:
+    """In what an earlier run was another one; empty if in nothing."""
+    return ", ".join(
+        f"{key} ({found.get(key)} there, {now} here)" if isinstance(now, int) or key == "dtype" else key
+        for key, now in identity.items()
+        if found.get(key) != now
+    )
+
+
 STATE_SHAPE = {
     "identity": dict,
     "steps": [{"layer": int, "alpha": float, "ppl": float, "tried": [list], "seconds": float}],
@@ -69,17 +78,10 @@ def earlier_report(folder: Path, identity: dict) -> dict | None:
     if not fits(report, STATE_SHAPE):
         raise UserError(f"{state} is damaged; delete the folder, or name another one with --out")
     found = report["identity"]
-    other = [
-        f"{key} ({found.get(key)} there, {now} here)" if isinstance(now, int) or key == "dtype" else key
-        for key, now in identity.items()
-        if found.get(key) != now
-    ]
-    if other:
+    if other := differences(found, identity):
         # --dtype auto depends on the memory that is free
         same = f"take --dtype {found['dtype']}, or " if found.get("dtype") not in (None, identity["dtype"]) else ""
-        raise UserError(
-            f"{folder} holds a run that differs in {', '.join(other)}; {same}name another folder with --out"
-        )
+        raise UserError(f"{folder} holds a run that differs in {other}; {same}name another folder with --out")
     return report
 
 

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-from eval_ppl import make_windows, perplexity
-from extras import baselines, baselines_report, measures
+from checkpoint import UserError
+from eval_ppl import make_windows, perplexity, prepare, read_windows
+from extras import baselines, baselines_report, layer_scores, measures
+from harp import set_alphas
 from load_weights import load
 
 
@@ -78,6 +80,20 @@ def test_repeats_counts_stretches_seen_before():
 
 def test_passages_are_spread_over_the_text():
     assert measures.passages(list(range(100)), 3, 10).tolist() == [[*range(i, i + 10)] for i in (0, 30, 60)]
+    with pytest.raises(UserError, match="too few for 3 passages of 10"):
+        measures.passages(list(range(12)), 3, 10)
+
+
+def test_bos_comes_before_every_sequence_and_is_not_asked_for(model, text):
+    """What is scored is the same; BOS only adds context."""
+    seen = []
+    model.embed_tokens.register_forward_hook(lambda _, args, output: seen.append(args[0]))
+    measures.repeated_text_loss(model, text, count=2, tokens=16, bos=[7])
+    measures.multiple_choice_accuracy(model, text, count=4, context=8, tokens=4, bos=[7])
+    measures.induction_accuracy(model, count=2, tokens=8, bos=[7])
+    measures.write(model, torch.tensor(text[:20]).view(2, 10), 2, bos=[7])
+    assert all((ids[:, 0] == 7).all() for ids in seen if ids.shape[1] > 1)
+    assert measures.induction_accuracy(Copier(5000), count=4, tokens=16, bos=[7]) == 1.0
 
 
 def test_token_losses_are_those_of_the_logits(model, text):
@@ -123,22 +139,19 @@ def test_own_text_is_judged_by_the_dense_model(model, text):
 def compared(toy, tmp_path_factory):
     """Every row of the toy with k = 2, measured once for all tests."""
     out = tmp_path_factory.mktemp("baselines")
-    patch = pytest.MonkeyPatch()
-    patch.setattr(baselines, "CORE_ONLY_UP_TO", 1)  # all rows for k = 2
-    patch.setattr(baselines, "PREFILL_TOKENS", 32)
-    for name, value in (("PROMPTS", 2), ("PROMPT_TOKENS", 8), ("NEW_TOKENS", 8), ("SEEDS", 2)):
-        patch.setattr(baselines, name, value)
-    command = ["--ckpt", str(toy), "--ctx", "200", "--windows", "4", "--test-windows", "4", "--k", "2",
-               "--tests", str(ROOT / "data" / "heldout.txt"), "--out", str(out)]  # fmt: skip
-    assert baselines.main(command) == 0
-    yield command, out, json.loads((out / "k2.json").read_text())
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("CORE_ONLY_UP_TO", 1), ("PREFILL_TOKENS", 32), ("SEEDS", 2), ("PROMPTS", 2),
+                            ("PROMPT_TOKENS", 8), ("NEW_TOKENS", 8)):  # fmt: skip
+            patch.setattr(baselines, name, value)
+        command = ["--ckpt", str(toy), "--ctx", "200", "--windows", "4", "--test-windows", "4", "--k", "2", "--tests",
+                   str(ROOT / "data" / "heldout.txt"), "--out", str(out)]  # fmt: skip
+        assert baselines.main([*command, "--prefill"]) == 0
+        yield command, out, json.loads((out / "k2.json").read_text())
 
 
 def test_every_row_is_measured(compared):
-    _, out, state = compared
-    rows = state["rows"]
-    assert len(rows) == len({row["name"] for row in rows.values()}) >= 30
+    rows = compared[2]["rows"]
+    assert len(rows) >= 35
     dense = rows["reference: dense"]
     for row in rows.values():
         assert all(math.isfinite(nll) for nll in row["nll"]["heldout.txt"])
@@ -146,35 +159,49 @@ def test_every_row_is_measured(compared):
             assert row["linear"] < dense["linear"]
             assert row["kv"] <= dense["kv"] and row["flops"] < dense["flops"]
     assert dense["agreement"] == [1.0] * 4 and max(map(abs, dense["divergence"])) < 1e-4
+    assert max(dense["noise_floor"]["divergence"]) > 1e-6
+    assert {row["flops"] for row in rows.values() if "prefill" in row} >= {rows["top layers: alpha 1"]["flops"]}
 
 
-def test_pruners_remove_what_harp_removes(compared):
+HEAD = 64 * 24 * 6  # a key/value head with its two query heads
+
+
+@pytest.mark.parametrize(
+    "name, unit",
+    [
+        ("Mag-sp, own mix", 3 * 64),
+        ("Wanda-sp, own mix", 3 * 64),
+        ("FLAP, own mix", HEAD + 64),  # the last unit to go may be a head, and brings a bias
+        ("FLAP, key/value heads", HEAD + 64),
+        ("LLM-Pruner, ends protected", 3 * 64),
+        ("LLM-Pruner, unprotected", 3 * 64),
+        ("LLM-Pruner, key/value heads", HEAD),
+        ("Mag-sp, query heads", 2 * 2 * 24 * 64),  # one of every group
+        ("Attention-Drop, same parameters", HEAD),  # the nearest: half a sublayer of two heads
+    ],
+)
+def test_pruners_remove_what_harp_removes(compared, name, unit):
     rows = compared[2]["rows"]
-    dense, harp = rows["reference: dense"], rows["alphas of the top layers: searched (the paper)"]
-    unit = 64 * 24 * 6 + 64  # a key/value head with its two query heads, and a bias
-    for name in ("Mag-sp, own mix", "Wanda-sp, own mix", "FLAP, heads", "FLAP, own mix", "LLM-Pruner, unprotected"):
-        assert abs((dense["linear"] - rows[f"pruners: {name}"]["linear"]) - (dense["linear"] - harp["linear"])) <= unit
+    assert abs(rows[f"pruners: {name}"]["linear"] - rows["top layers: searched"]["linear"]) <= unit
 
 
-def test_a_searched_row_is_what_harp_gives(compared, toy):
+def test_a_row_is_what_harp_gives(compared, toy):
     """The row's alphas, set on a fresh model, give the row's perplexity on the test text."""
-    from eval_ppl import prepare, read_windows
-    from harp import set_alphas
-
-    row = compared[2]["rows"]["which layers: pruned alone (--select cost)"]
+    row, layers = compared[2]["rows"]["other layers: cheapest alone"], compared[2]["layers"]
     setup = prepare(str(toy), "cpu", "float32", 200)
     windows = read_windows(setup, str(ROOT / "data" / "heldout.txt"), 4)
     model = setup.load()
     set_alphas(model, {int(layer): alpha for layer, alpha in row["alphas"].items()})
     assert sum(row["nll"]["heldout.txt"]) == pytest.approx(perplexity(model, windows).nll, rel=1e-5)
-    costs = [ppl for _, ppl in compared[2]["layers"]["alone"]]
+    costs = [ppl for _, ppl in layers["alone"]]
     assert {int(layer) for layer in row["alphas"]} == set(sorted(range(5), key=costs.__getitem__)[:2])
 
 
-def test_an_interrupted_comparison_goes_on(compared, capsys):
+def test_an_interrupted_comparison_goes_on(compared, capsys, monkeypatch):
     command, out, state = compared
     half = dict(state, rows=dict(list(state["rows"].items())[:-2]))
     (out / "k2.json").write_text(json.dumps(half))
+    monkeypatch.setattr(layer_scores, "layer_facts", None)  # they are on disk
     assert baselines.main(command) == 0
     assert "2 of 2" in capsys.readouterr().err
     again = json.loads((out / "k2.json").read_text())
@@ -185,10 +212,27 @@ def test_an_interrupted_comparison_goes_on(compared, capsys):
 def test_the_report_has_a_line_for_every_row(compared):
     _, out, state = compared
     text = (out / "tables.md").read_text()
-    for row in state["rows"].values():
-        assert f"| {row['name']} |" in text or row["name"].startswith("random")
-    assert "| random layers, 2 seeds: median (range) |" in text
+    for key in state["rows"]:
+        assert (
+            f"| {key.removeprefix('reference: ')} |".replace("|A| / |h|", "\\|A\\| / \\|h\\|") in text
+            or "random" in key
+        )
+    assert "| other layers: random, 2 seeds: median (range) |" in text
+    assert "heldout.txt · 4 windows of 200" in text  # how it was made comes before the numbers
+    pipes = 0
+    for line in text.replace("\\|", "").splitlines():  # all lines of a table have as many cells
+        if line.startswith("| ---"):
+            assert line.count("|") == pipes
+        pipes = line.count("|")
     assert (out / "k2.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_comparison_that_was_just_begun_is_left_out_of_the_report(compared, tmp_path):
+    state = compared[2]
+    (tmp_path / "k2.json").write_text(json.dumps(state))
+    (tmp_path / "k3.json").write_text(json.dumps(dict(state, rows={})))
+    baselines_report.write_report(tmp_path)
+    assert "## 2 layers" in (tmp_path / "tables.md").read_text()
 
 
 def test_intervals_are_paired():
@@ -198,7 +242,9 @@ def test_intervals_are_paired():
     assert baselines_report.relative_perplexity(row, dense, "t") == pytest.approx((math.exp(0.1),) * 3)
     row = {"nll": {"t": [110.0, 300.0, 900.0]}}
     ratio, low, high = baselines_report.relative_perplexity(row, dense, "t")
-    assert low == pytest.approx(1) and ratio == pytest.approx(math.exp(10 / 300)) and high > ratio
+    half = 4.303 * (0.1 / 3**0.5) / 3**0.5  # Student's t with 2 degrees of freedom; standard deviation 0.1 / sqrt(3)
+    assert ratio == pytest.approx(math.exp(0.1 / 3))
+    assert (low, high) == pytest.approx((ratio * math.exp(-half), ratio * math.exp(half)), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +252,11 @@ def test_intervals_are_paired():
     [
         (["--k", "5"], "--k 5 is out of range"),
         (["--tests", str(ROOT / "data" / "calibration.txt")], "is the calibration text"),
-        (["--test-windows", "3"], "holds rows of other settings"),
+        (["--test-windows", "3"], "differ in test_windows (4 there, 3 here)"),
+        (["--test-windows", "1"], "must have two windows at least"),
+        (["--tests", *[str(ROOT / "data" / "heldout.txt")] * 2], "names two files alike"),
+        (["--windows", "1", "--ctx", "80"], "pieces of 64 tokens"),
+        (["--windows", "0"], "--windows 0 is out of range"),
         (["--tests", "nowhere.txt"], "nowhere.txt"),
     ],
 )

@@ -83,6 +83,18 @@ def test_facts_against_direct_computations(model, windows):
             cosine = (A * U).sum() / (A.norm() * U.norm())
             assert fact.norm_alpha == pytest.approx(fact.ls_alpha / cosine.item(), rel=1e-3)
         assert fact.share == pytest.approx((A.norm(dim=1) / H.norm(dim=1)).mean().item(), rel=1e-4)
+        block, alpha = model.blocks[fact.layer], fact.ls_alpha
+        outputs = torch.cat([block(h, model.rope(h))[0, 1:] for h in hiddens])
+        distances = [1 - (H * x).sum(1) / (H.norm(dim=1) * x.norm(dim=1)) for x in (outputs, H + A)]
+        assert fact.block_importance == pytest.approx(distances[0].mean().item(), abs=1e-5)
+        assert fact.attention_distance == pytest.approx(distances[1].mean().item(), abs=1e-5)
+        assert fact.residual == pytest.approx(((A - alpha * U).norm(dim=1) / H.norm(dim=1)).mean().item(), rel=1e-4)
+        M = torch.cat([running_mean_update(block, h)[0, 1:] for h in hiddens])
+        for found, X in ((fact.vo_error, U), (fact.mean_error, M), (fact.constant_error, A.mean(0))):
+            assert found == pytest.approx(((A - X).norm() / A.norm()).item(), rel=1e-4)
+        cosines = [F.cosine_similarity(h[0, 1:, None], h[0, None, 1:], dim=-1) for h in hiddens]
+        off_diagonal = [c[~torch.eye(len(c), dtype=torch.bool)].mean() for c in cosines]
+        assert fact.similarity == pytest.approx(torch.stack(off_diagonal).mean().item(), abs=1e-5)
         assert 0 < fact.entropy < 1 and fact.sink + fact.itself + fact.previous <= 1 + 1e-5
 
 
@@ -104,7 +116,10 @@ def test_the_cost_of_a_layer_is_perplexity_with_it_alone_pruned(model, windows):
     for layer, (alpha, ppl) in costs.items():
         set_alphas(model, {layer: alpha})
         assert ppl == pytest.approx(perplexity(model, windows).ppl, rel=1e-6)
-    assert cheapest(costs, 2) == sorted(costs, key=lambda layer: costs[layer][1])[:2]
+
+
+def test_the_cheapest_come_first():
+    assert cheapest({0: (0.1, 9.0), 1: (0.9, 3.0), 2: (0.5, float("inf")), 3: (0.2, 5.0)}, 3) == [1, 3, 0]
 
 
 def test_fisher_scores_against_gradients_taken_one_at_a_time(stock, windows):
@@ -136,6 +151,8 @@ def test_rank_correlation():
     assert rank_correlation([1, 2, 3, 4], [10, 200, 3000, 9999]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert rank_correlation([1, 2, 3], [2, 1, 3]) == pytest.approx(0.5)
+    inf = float("inf")
+    assert rank_correlation([1, 2, 3, 3], [1, 2, inf, inf]) == pytest.approx(1)  # equals share their rank
 
 
 # ---------------------------------------------------------------------------------------------------------- constants
@@ -193,6 +210,27 @@ def test_a_folder_that_lost_its_constants_is_refused(stock, windows, tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("constants", [True, [5], [1], ["4"], {}])
+def test_constants_that_make_no_sense_are_refused(stock, tmp_path, constants):
+    source = stock("llama")[0]
+    model = load(source, torch.float32)
+    set_alphas(model, {4: 0.5})
+    save(model, tmp_path, source)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["harp"]["constants"] = constants
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(harp.UserError, match="no list of pruned layers"):
+        load(tmp_path)
+
+
+def test_some_pruned_layers_may_have_constants(stock, windows, tmp_path):
+    source = stock("llama")[0]
+    model = load(source, torch.float32)
+    set_alphas(model, {4: 0.5, 3: 0.5}, attention_means(model, windows, [4]))
+    save(model, tmp_path, source)
+    assert [block.constant is not None for block in load(tmp_path).blocks] == [False] * 4 + [True]
+
+
 @pytest.mark.parametrize("variant", ["llama", "mistral-tied", "qwen2"])
 def test_an_export_has_the_constants_in_its_biases(variant, stock, windows, tmp_path):
     model = load(stock(variant)[0], torch.float32)
@@ -236,6 +274,7 @@ def test_an_interrupted_run_with_both_ends_the_same(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(harp, "print_step", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert harp.main([*command, "--out", str(tmp_path / "twice")]) == 130
     monkeypatch.setattr(harp, "print_step", step)
+    monkeypatch.setattr(harp, "layer_costs", None)  # they are on disk
     assert harp.main([*command, "--out", str(tmp_path / "twice")]) == 0
     whole, twice = (json.loads((tmp_path / name / "harp.json").read_text()) for name in ("whole", "twice"))
     for key in ("layer_costs", "heldout_ppl"):
