@@ -132,13 +132,14 @@ def similarity(answer: Callable[[Tensor], Tensor | float]) -> Verdict:
         cosines = F.cosine_similarity(H[:, None], H[None], dim=-1)  # all T x T of them: the slow way
         right = (cosines.sum() - T) / (T * (T - 1))
         products = H @ H.T
-        centred = F.normalize(H - H.mean(0), dim=-1)
+        unit = F.normalize(H - H.mean(0), dim=-1)
+        too_long = "these are dot products: bring the rows to length 1 first"
         mistakes = {
             "every token's cosine with itself, which is 1, is counted too": cosines.mean(),
             "the sum leaves the diagonal out, but the division counts it": (cosines.sum() - T) / T**2,
-            "these are dot products: bring the rows to length 1 first": (products.sum() - products.trace())
-            / (T * (T - 1)),
-            "the mean is subtracted, but what tokens share is what is asked for": ((centred @ centred.T).sum() - T)
+            too_long: (products.sum() - products.trace()) / (T * (T - 1)),
+            too_long + ", and leave the diagonal out": products.mean(),
+            "the mean is subtracted, but what tokens share is what is asked for": ((unit @ unit.T).sum() - T)
             / (T * (T - 1)),
             "that is the length of the mean; its square is the mean cosine": cosines.mean().clamp(min=0).sqrt(),
         }
