@@ -356,7 +356,7 @@ def time_prefills(study: Study, file: Path, state: dict) -> None:
         alphas = {int(layer): alpha for layer, alpha in kept["alphas"].items()}
         model = harp(study, lambda alphas=alphas: alphas)[0] if row.group != "pruners" else row.make()[0]
         runs = {"dense": partial(last_logits, study.dense, ids), "pruned": partial(last_logits, model, ids)}
-        seconds = take_turns(runs, 5, study.dense.device)
+        seconds = take_turns(runs, 3, study.dense.device)
         kept["prefill"] = seconds["dense"] / seconds["pruned"]
         measured.add(kept["flops"])
         replace_json(file, state)
