@@ -151,25 +151,35 @@ def behaviour_cells(name: str, row: Mapping) -> list[str]:
 
 
 def draw(rows: Mapping[str, Mapping], file: Path, title: str) -> None:
-    """Perplexity on the first test text against the three sizes; numbers lead to the list on the right."""
+    """Perplexity on the first test text against the three sizes; numbers lead to the list on the right. What is above
+    ten times the dense perplexity lies on the upper edge."""
     from matplotlib.figure import Figure  # nothing else needs it
 
-    figure = Figure(figsize=(12, 0.9 + 0.21 * max(18, len(rows))), layout="constrained")
+    figure = Figure(figsize=(14, 10), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     dense = rows["reference: dense"]
     text = next(iter(dense["nll"]))
+    most = 10 * perplexity_of(dense, text)
     for panel, (axis, label) in zip(panels, AXES.items()):
-        for number, row in enumerate(rows.values()):
+        points = [(min(perplexity_of(row, text), most), 100 * row[axis] / dense[axis]) for row in rows.values()]
+        right = {number: place % 2 for place, number in enumerate(sorted(range(len(points)), key=points.__getitem__))}
+        for number, (row, (y, x)) in enumerate(zip(rows.values(), points)):
             colour, marker = LOOKS[row["group"]]
-            x, y = 100 * row[axis] / dense[axis], perplexity_of(row, text)
             name = f"{number}  {row['name']}" if panel is panels[0] else None
-            panel.plot(x, y, marker, color=colour, markersize=7, alpha=0.7, label=name)
-            panel.annotate(str(number), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=9)
-        panel.set_xlabel(f"{label} (% of dense)", fontsize=12)
+            panel.plot(x, y, marker, color=colour, markersize=7, alpha=0.7, label=name, clip_on=False)
+            offset, side = ((6, -3), "left") if right[number] else ((-6, -3), "right")  # neighbours on opposite sides
+            panel.annotate(str(number), (x, y), offset, textcoords="offset points", ha=side, fontsize=9)
+        panel.set_xlabel(f"{label}\n(% of dense)", fontsize=13)
         panel.set_yscale("log")
+        least = 0.9 * most / 10
+        panel.set_ylim(least, most)
+        ticks = [tick for tick in (10, 15, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500) if least < tick < most]
+        panel.set_yticks(ticks, map(str, ticks), minor=False)
+        panel.minorticks_off()
+        panel.margins(x=0.12)
         panel.grid(alpha=0.3)
-        panel.tick_params(labelsize=11)
-    panels[0].set_ylabel(f"perplexity, {text}", fontsize=12)
-    figure.suptitle(f"{title}: lower left is better", fontsize=13)
-    figure.legend(loc="outside right center", fontsize=9, frameon=False)
-    figure.savefig(file, dpi=110)
+        panel.tick_params(labelsize=12)
+    panels[0].set_ylabel(f"perplexity, {text}", fontsize=13)
+    figure.suptitle(f"{title}: lower left is better", fontsize=15)
+    figure.legend(loc="outside right center", fontsize=11, frameon=False)
+    figure.savefig(file, dpi=90)
