@@ -410,8 +410,8 @@ def pick_layers(model: Transformer, windows: Sequence[Window], k: int, report: d
         replace_json(state, report)
     costs = {row["layer"]: (row["alpha"], row["ppl"] or math.inf) for row in report["layer_costs"]}
     picked = cheapest(costs, k)
-    print("layers   " + " ".join(map(str, picked)) + " cost least alone, the first least:")
-    print("         ppl " + " ".join(f"{costs[layer][1]:.2f}" for layer in picked), flush=True)
+    print("layers   perplexity with one layer alone pruned, at its least-squares alpha:")
+    print("         " + "  ".join(f"{layer}: {costs[layer][1]:.2f}" for layer in picked), flush=True)
     return sorted(picked, reverse=True)
 
 
@@ -558,7 +558,7 @@ def print_summary(report: dict, heldout_file: str, config: ModelConfig) -> None:
         f"         same layers at alpha 1: {ppl_text(ppl['alpha_1'])}, at alpha 0: {ppl_text(ppl['alpha_0'])}{likewise}"
     )
     if len(steps) > len(alphas):
-        print(f"         before the sweeps: {ppl_text(ppl['greedy'])}")
+        print(f"         pruned, before the sweeps: {ppl_text(ppl['greedy'])}")
     print(f"cost     linear parameters {parameters:+.2%} · KV cache {cache:+.1%}")
     print(f"         FLOPs of a prefill of {tokens:,} tokens {prefill:+.1%}")
 

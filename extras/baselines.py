@@ -399,6 +399,8 @@ def compare(args: argparse.Namespace) -> None:
         raise UserError(f"{setup.checkpoint.path} is pruned already: take the checkpoint that it was made from")
     calibration = read_windows(setup, args.text, args.windows)
     pruners.pieces(calibration, 10, 64)  # LLM-Pruner's: refuse a short text now, not in an hour
+    if args.test_windows < 2:
+        raise UserError("--test-windows takes a whole number above 1: a single window tells nothing of the error")
     tests = {Path(file).name: read_windows(setup, file, args.test_windows) for file in args.tests}
     if len(tests) < len(args.tests):
         raise UserError("--tests names two files alike; rename one")

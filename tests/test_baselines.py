@@ -253,13 +253,17 @@ def test_intervals_are_paired():
         (["--k", "5"], "--k 5 is out of range"),
         (["--tests", str(ROOT / "data" / "calibration.txt")], "is the calibration text"),
         (["--test-windows", "3"], "differ in test_windows (4 there, 3 here)"),
-        (["--test-windows", "1"], "must have two windows at least"),
+        (["--test-windows", "1"], "--test-windows takes a whole number above 1"),
+        (["--ctx", "512", "--tests", "short.txt"], "must have two windows at least"),
         (["--tests", *[str(ROOT / "data" / "heldout.txt")] * 2], "names two files alike"),
         (["--windows", "1", "--ctx", "80"], "pieces of 64 tokens"),
         (["--windows", "0"], "--windows 0 is out of range"),
         (["--tests", "nowhere.txt"], "nowhere.txt"),
     ],
 )
-def test_what_makes_no_sense_is_refused(compared, change, complaint, capsys):
+def test_what_makes_no_sense_is_refused(compared, change, complaint, capsys, tmp_path):
+    if "short.txt" in change:
+        (tmp_path / "short.txt").write_text("Two or three sentences are too little. They make one window.")
+        change = [word.replace("short.txt", str(tmp_path / "short.txt")) for word in change]
     assert baselines.main([*compared[0], *change]) == 2
     assert complaint in capsys.readouterr().err
