@@ -156,4 +156,5 @@ def multiple_choice_accuracy(
         with_ending = torch.cat((questions[:, :context], endings.roll(-choice, dims=0)), dim=1)
         losses = token_losses(model, after(bos, with_ending).to(model.device))  # (count, ... context + tokens - 1)
         likelihoods.append(-losses[:, -tokens:].sum(1))
-    return (torch.stack(likelihoods).argmax(0) == 0).float().mean().item()
+    true, *others = likelihoods
+    return (true > torch.stack(others).amax(0)).float().mean().item()  # a tie is no knowledge

@@ -71,6 +71,7 @@ def test_multiple_choice_finds_the_continuation_that_was_seen():
     ids = [token for passage in passages for token in passage]
     ids += ids[:1]  # passages() spreads them evenly: a step of 16
     assert measures.multiple_choice_accuracy(Copier(1300), ids, count=12, context=9, tokens=7) == 1.0
+    assert measures.multiple_choice_accuracy(Blind(1300), ids, count=12, context=9, tokens=7) == 0.0
 
 
 def test_repeats_counts_stretches_seen_before():
