@@ -69,7 +69,7 @@ def test_multiple_choice_finds_the_continuation_that_was_seen():
     """Passages whose last half repeats the first: the true ending is the only one that a copier expects."""
     passages = [[*range(100 * i + 1, 100 * i + 9)] * 2 for i in range(12)]
     ids = [token for passage in passages for token in passage]
-    ids += ids[:1]  # passages() spreads them evenly: a step of 16
+    ids += ids[:16]  # so that passages() takes steps of 16
     assert measures.multiple_choice_accuracy(Copier(1300), ids, count=12, context=9, tokens=7) == 1.0
     assert measures.multiple_choice_accuracy(Blind(1300), ids, count=12, context=9, tokens=7) == 0.0
 
