@@ -281,7 +281,8 @@ def test_an_interrupted_search_ends_with_the_same_result(command, tmp_path, how)
     run = [sys.executable, str(ROOT / "harp.py"), *command, "--top", "4", "--grid", "0:1:0.02"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*run[:-4], "--out", str(tmp_path / "whole"), *run[-4:]], check=True, env=environment)
-    process = subprocess.Popen(run, env=environment, stderr=subprocess.PIPE, text=True)
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  # a background job may ignore Ctrl-C
+    process = subprocess.Popen(run, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     state = tmp_path / "out.partial" / "harp.json"
     deadline = time.monotonic() + 120
     while not (state.exists() and json.loads(state.read_text())["steps"]):
